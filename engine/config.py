@@ -1,0 +1,23 @@
+"""Settings of an engine: model numerics, block pool, step budget."""
+
+from typing import Literal
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`max_num_batched_tokens`: tokens of one step, over all sequences; `chunk_tokens`: of one sequence in one step.
+    `attention` and `runner` are rows of engine.attention.ATTENTION and engine.runner.RUNNERS. `threads`: of one step's kernels."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    block_tokens: int = 32
+    kv_cache_bytes: int = 512 * 1024**2
+    max_num_batched_tokens: int = 512
+    chunk_tokens: int = 256
+    max_num_seqs: int = 64
+    max_context_tokens: int = 4096
+    threads: int = 1
+    attention: str = "native"
+    runner: str = "torch"
+    prefix_cache: bool = True
+    check_integrity: bool = False  # run the conservation checks whenever the engine turns idle
