@@ -582,7 +582,10 @@ Global___Step: _TypeAlias = Step  # noqa: Y015
 
 @_typing.final
 class StoreHello(_message.Message):
-    """---- store control: one stream per client of a store node (workers, other store nodes, tools) -----------------------------------"""
+    """---- store control: one stream per client of a store node (workers, other store nodes, tools) -----------------------------------
+
+    `client` is the name of the client's transport endpoint. `pid` in the pid namespace `host` (0 where unknown) proves the end of a writer whose stream broke.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -590,10 +593,14 @@ class StoreHello(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     client: _builtins.str
     generation: _builtins.int
     layout: _builtins.str
+    pid: _builtins.int
+    host: _builtins.str
     def __init__(
         self,
         *,
@@ -601,10 +608,12 @@ class StoreHello(_message.Message):
         client: _builtins.str = ...,
         generation: _builtins.int = ...,
         layout: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "generation", b"generation", "layout", b"layout", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "generation", b"generation", "host", b"host", "layout", b"layout", "pid", b"pid", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -828,19 +837,25 @@ Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
 class CommitReply(_message.Message):
+    """accepted false: fenced or lost to an earlier commit; the slot is gone either way. present: the node has a committed copy, whoever wrote it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
+    @_builtins.property
+    def present(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
     def __init__(
         self,
         *,
         accepted: _abc.Iterable[_builtins.bool] | None = ...,
+        present: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "present", b"present"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -968,15 +983,19 @@ class Release(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
+    @_builtins.property
+    def corrupt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
         lease: _builtins.int = ...,
+        corrupt: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
