@@ -32,3 +32,8 @@ def private_hash(request_id: str, attempt: int, num_tokens: int) -> BlockHash:
     """The name of a request's last, partly filled block: nobody else can ask for it."""
     name = f"private\x00{request_id}\x00{attempt}\x00{num_tokens}".encode()
     return BlockHash(hashlib.blake2b(name, digest_size=HASH_BYTES).digest())
+
+
+def hold_name(request_id: str, attempt: int) -> str:
+    """Who holds blocks in a store: one attempt of a request, so that the end of one attempt frees nothing of another."""
+    return f"{request_id}#{attempt}"

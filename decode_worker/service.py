@@ -1,0 +1,182 @@
+"""The decode phase: wait for the prompt's KV in this node's store, load it, generate, write finished blocks back. The same for a hand-off, a colocated
+start, a migration and a resume: only how much KV is found differs.
+
+Knows nothing of the prefill phase, HTTP or Ray. Invariants:
+- Every Load is answered once; every exported block is unpinned once, when no transfer touches it any more.
+- KV that is missing or bad at the deadline of its load is computed again and counted: never wrong tokens, never a hang.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from kvstore.mover import BlockMover, PoolBlock
+from kvstore.session import StoreSession
+
+from engine.engine import Admitted, Chunk, Engine, Event, Exported, Failed, Load
+from engine.scheduler import LoadItem
+from engine.sequence import Export, Sequence, SequenceKey, Submission
+from kvstore.hashing import hold_name, private_hash
+from protocol import headrace_pb2 as pb
+from protocol.errors import HeadraceError
+from protocol.instants import Instant
+from protocol.request import GenerationRequest
+
+log = logging.getLogger(__name__)
+Emit = Callable[[pb.Row], None]
+LocalStore = Callable[[], Awaitable[StoreSession | None]]
+
+
+class DecodeService:
+    """`handoff_wait_s`: how long a hand-off's blocks are waited for before they are computed again."""
+
+    def __init__(self, engine: Engine, mover: BlockMover, local_store: LocalStore, block_tokens: int, handoff_wait_s: float) -> None:
+        self.engine = engine
+        self.mover = mover
+        self.local_store = local_store
+        self.block_tokens = block_tokens
+        self.handoff_wait_s = handoff_wait_s
+
+    def start(self, message: pb.Decode, emit: Emit) -> "DecodeJob":
+        """Begin or go on with a request; rows come through `emit`, on this event loop."""
+        job = DecodeJob(self, message, emit)
+        self.engine.submit(job.submission)
+        return job
+
+
+class DecodeJob:
+    def __init__(self, service: DecodeService, message: pb.Decode, emit: Emit) -> None:
+        self._service = service
+        self._request = GenerationRequest.from_message(message.request)
+        self._emit = emit
+        self._is_handoff = message.handoff_tokens > 0
+        self._resumes = bool(self._request.output_tokens)
+        self._hold = hold_name(self._request.request_id, message.handoff_attempt if self._is_handoff else self._request.attempt)
+        self._work = pb.Work(codec=service.mover.codec, transport=service.mover.transport)
+        self._first_row = True
+        self._over = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        tokens = message.handoff_tokens
+        private = private_hash(self._request.request_id, message.handoff_attempt, tokens) if tokens % service.block_tokens else None
+        self.submission = Submission(self._request, load=True, export=Export.COMPUTED, handoff_tokens=tokens, private_block=private)
+
+    @property
+    def key(self) -> SequenceKey:
+        return self._request.key
+
+    @property
+    def is_done(self) -> bool:
+        return self._over and not self._tasks
+
+    def abort(self) -> None:
+        self._service.engine.abort(self.key)
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                pass
+            case Load():
+                self._spawn(self._load(event.items))
+            case Exported():
+                self._spawn(self._write_back(event.items))
+            case Chunk():
+                self._over = bool(event.finish_reason)
+                self._emit(self._row(event))
+            case Failed():
+                self._over = True
+                self._emit(self._error_row(event))
+
+    def _row(self, chunk: Chunk) -> pb.Row:
+        row = pb.Row(request_id=self.key[0], attempt=self.key[1], tokens=chunk.tokens, text=chunk.text, finish_reason=chunk.finish_reason)
+        instants: dict[str, float] = {}
+        if self._first_row:
+            instants |= self._first_instants(chunk.sequence)
+            self._first_row = False
+        if chunk.finish_reason:
+            instants[Instant.FINISHED] = chunk.sequence.times.finished
+            self._tally(chunk.sequence)
+            row.work.CopyFrom(self._work)
+        for name, at in instants.items():
+            row.instants.add(name=name, at=at)
+        return row
+
+    def _first_instants(self, sequence: Sequence) -> dict[str, float]:
+        times = sequence.times
+        if self._resumes:
+            return {Instant.DECODE_QUEUED: times.queued, Instant.KV_READY: times.kv_ready, Instant.DECODE_STARTED: times.kv_ready}
+        return {
+            Instant.PREFILL_QUEUED: times.queued,
+            Instant.PREFILL_STARTED: times.kv_ready,
+            Instant.FIRST_TOKEN: times.first_token,
+            Instant.DECODE_STARTED: times.first_token,
+        }
+
+    def _error_row(self, failed: Failed) -> pb.Row:
+        self._tally(failed.sequence)
+        error = failed.error
+        return pb.Row(
+            request_id=self.key[0],
+            attempt=self.key[1],
+            finish_reason="error",
+            error_code=error.code,
+            error_message=error.message,
+            error_stage=error.stage or "",
+            work=self._work,
+        )
+
+    def _tally(self, sequence: Sequence) -> None:
+        tally = sequence.tally
+        self._work.computed_tokens = tally.computed_tokens
+        self._work.computed_prompt_tokens = tally.computed_prompt_tokens
+        self._work.reused_device_tokens = tally.reused_device_tokens
+        self._work.reused_store_tokens = tally.reused_store_tokens
+        self._work.recomputed_tokens = tally.recomputed_tokens
+        self._work.preemptions = tally.preemptions
+        if self._is_handoff:
+            self._work.handoff_tokens = tally.reused_store_tokens
+
+    async def _load(self, items: list[LoadItem]) -> None:
+        """Bring the wanted blocks from this node's store into the pool."""
+        good = 0
+        session: StoreSession | None = None
+        deadline = self._request.deadline
+        try:
+            session = await self._service.local_store()
+            if session is not None:
+                blocks = [PoolBlock(item.hash, item.block, item.num_tokens, item.private) for item in items]
+                wait_until = min(deadline, time.time() + self._service.handoff_wait_s) if self._is_handoff else time.time()
+                report = await self._service.mover.fetch(session, self._hold, blocks, wait_until=wait_until, expect=self._is_handoff, deadline=deadline)
+                good = report.num_blocks
+                self._work.pulled_blocks += report.num_blocks
+                self._work.pulled_bytes += report.bytes
+                self._work.pulled_s += report.seconds
+        except HeadraceError as error:
+            log.warning("KV load failed, computing instead: %s", error.code)
+        finally:
+            self._service.engine.loaded(self.key, good)
+        await self._forget(session)
+
+    async def _forget(self, session: StoreSession | None) -> None:
+        """The blocks are here: the store need not hold them for this request any more."""
+        try:
+            if session is not None and self._is_handoff:
+                await session.forget(self._hold)
+        except HeadraceError as error:
+            log.info("the store will forget by itself: %s", error.code)
+
+    async def _write_back(self, items: list[LoadItem]) -> None:
+        try:
+            session = await self._service.local_store()
+            if session is not None:
+                blocks = [PoolBlock(item.hash, item.block, item.num_tokens) for item in items]
+                await self._service.mover.put(session, hold_name(*self.key), blocks, self._request.deadline)
+        except HeadraceError as error:
+            log.info("write-back failed: %s", error.code)
+        finally:
+            self._service.engine.unpin([item.block for item in items])
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

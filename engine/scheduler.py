@@ -1,0 +1,233 @@
+"""Who runs in the next step. Owns waiting, loading and running sequences and their blocks; knows nothing of tensors, text or the network.
+
+There are no prefill and decode phases: a sequence only has computed < total tokens. Received KV is a sequence whose computed count starts high.
+Invariants (check_integrity):
+- A sequence is in exactly one of waiting, loading, running; only the last two hold blocks.
+- A hash in `_in_flight` is being computed or loaded by exactly one admitted sequence; others that want it wait for it (single flight).
+- Blocks that a load may still write to are not released before its `loaded` call, whatever happens to the sequence.
+"""
+
+import bisect
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.sequence import Sequence, SequenceKey, SequenceState
+from kvstore.hashing import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class LoadItem:
+    """KV wanted from outside: `num_tokens` leading tokens of a block; `private`: the request's own, partly filled one."""
+
+    block: int
+    hash: BlockHash
+    num_tokens: int
+    private: bool = False
+
+
+@dataclass(slots=True)
+class Plan:
+    """`scheduled`: how many tokens of which sequence go through the model now."""
+
+    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    loads: list[tuple[Sequence, list[LoadItem]]] = field(default_factory=list)
+    expired: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+        self._config = config
+        self._pool = pool
+        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._loading: dict[SequenceKey, list[LoadItem]] = {}
+        self._orphans: dict[SequenceKey, list[int]] = {}  # blocks of ended sequences whose load is still under way
+        self._in_flight: dict[BlockHash, SequenceKey] = {}
+
+    def __contains__(self, key: SequenceKey) -> bool:
+        return key in self._sequences
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.key] = sequence
+        bisect.insort(self._waiting, sequence, key=lambda other: other.order)
+
+    def get(self, key: SequenceKey) -> Sequence | None:
+        return self._sequences.get(key)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._loading)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(sequence.num_remaining for sequence in self._sequences.values() if sequence.num_remaining > 1)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._sequences and not self._orphans
+
+    def next_deadline(self) -> float | None:
+        return min((sequence.request.deadline for sequence in self._sequences.values()), default=None)
+
+    def schedule(self, now: float) -> Plan:
+        plan = Plan(expired=[sequence for sequence in self._sequences.values() if sequence.request.deadline <= now])
+        for sequence in plan.expired:
+            self.finish(sequence)
+        self._grow_running()
+        self._admit(plan, now)
+        self._fill_budget(plan)
+        return plan
+
+    def loaded(self, key: SequenceKey, num_items: int) -> tuple[Sequence, range] | None:
+        """A load ended: its first `num_items` items are good. To be called once for every load. The sequence and the indices of its newly
+        filled blocks; None when the sequence has ended meanwhile."""
+        orphaned = self._orphans.pop(key, None)
+        if orphaned is not None:
+            self._pool.release(orphaned)
+            return None
+        sequence = self._sequences[key]
+        items = self._loading.pop(key)[:num_items]
+        tokens = sum(item.num_tokens for item in items)
+        expected = max(0, sequence.submission.handoff_tokens - sequence.num_stored)
+        sequence.tally.reused_store_tokens += tokens
+        sequence.tally.recomputed_tokens += max(0, expected - tokens)
+        sequence.hold(sequence.num_stored + tokens)
+        sequence.times.kv_ready = time.time()
+        fresh = self.name_blocks(sequence)
+        self._run(sequence)
+        return sequence, fresh
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence ends, for whatever reason; its blocks go back to the pool, at once or when its load has ended."""
+        if sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+        if sequence.state is SequenceState.LOADING:
+            del self._loading[sequence.key]
+            self._orphans[sequence.key] = sequence.blocks
+        else:
+            self._pool.release(sequence.blocks)
+        self._land(sequence)
+        sequence.blocks = []
+        sequence.move(SequenceState.FINISHED)
+        sequence.times.finished = time.time()
+        del self._sequences[sequence.key]
+
+    def name_blocks(self, sequence: Sequence) -> range:
+        """Make newly filled blocks matchable; returns their indices."""
+        full = min(sequence.num_stored // sequence.block_tokens, len(sequence.hashes))
+        fresh = range(sequence.num_named, full)
+        for index in fresh:
+            self._pool.name(sequence.blocks[index], sequence.hashes[index])
+            if self._in_flight.get(sequence.hashes[index]) == sequence.key:
+                del self._in_flight[sequence.hashes[index]]
+        sequence.num_named = max(sequence.num_named, full)
+        return fresh
+
+    def check_integrity(self, pinned: Many[int] = ()) -> list[str]:
+        """Broken laws in words; `pinned`: blocks that someone outside holds for export, once for each hold."""
+        references: dict[int, int] = {}
+        held = [block for sequence in self._sequences.values() for block in sequence.blocks]
+        for block in [*held, *(block for blocks in self._orphans.values() for block in blocks), *pinned]:
+            references[block] = references.get(block, 0) + 1
+        violations = self._pool.check_integrity(references)
+        if len(self._waiting) + len(self._running) + len(self._loading) != len(self._sequences):
+            violations.append("scheduler: a sequence is in no list or in several")
+        if any(sequence.blocks for sequence in self._waiting):
+            violations.append("scheduler: a waiting sequence holds blocks")
+        if not set(self._in_flight.values()) <= set(self._sequences):
+            violations.append("scheduler: a hash in flight belongs to no sequence")
+        return violations
+
+    def _grow_running(self) -> None:
+        """Each running sequence gets the blocks for its tokens, the most urgent first, at the expense of the least urgent."""
+        for sequence in sorted(self._running, key=lambda other: other.order):
+            while sequence.state is SequenceState.RUNNING and (missing := sequence.blocks_for(sequence.num_tokens) - len(sequence.blocks)) > 0:
+                if self._pool.can_allocate(missing):
+                    sequence.blocks += self._pool.allocate(missing)
+                else:
+                    self._preempt(max(self._running, key=lambda other: other.order))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._pool.release(sequence.blocks)
+        self._land(sequence)
+        sequence.reset()
+        sequence.move(SequenceState.WAITING)
+        bisect.insort(self._waiting, sequence, key=lambda other: other.order)
+
+    def _admit(self, plan: Plan, now: float) -> None:
+        for sequence in list(self._waiting):
+            if len(self._running) + len(self._loading) >= self._config.max_num_seqs:
+                return
+            matched = self._pool.match(sequence.hashes)
+            if any(block_hash in self._in_flight for block_hash in sequence.hashes[len(matched) : len(matched) + 1]):
+                continue
+            missing = sequence.blocks_for(sequence.num_tokens) - len(matched)
+            spare = len(self._running)  # one block each to grow into, or admission would only cause preemption
+            if not self._pool.can_allocate(missing + spare, keeping=matched):
+                return
+            self._waiting.remove(sequence)
+            self._pool.refer(matched)
+            sequence.blocks = [*matched, *self._pool.allocate(missing)]
+            sequence.num_named = len(matched)
+            sequence.hold(len(matched) * sequence.block_tokens)
+            sequence.tally.reused_device_tokens += len(matched) * sequence.block_tokens
+            sequence.times.started = sequence.times.started or now
+            self._in_flight |= dict.fromkeys(sequence.hashes[len(matched) :], sequence.key)
+            plan.admitted.append(sequence)
+            self._load_or_run(sequence, plan)
+
+    def _load_or_run(self, sequence: Sequence, plan: Plan) -> None:
+        items = list(load_items(sequence)) if sequence.submission.load else []
+        if items:
+            sequence.move(SequenceState.LOADING)
+            self._loading[sequence.key] = items
+            plan.loads.append((sequence, items))
+        else:
+            sequence.times.kv_ready = time.time()
+            self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.move(SequenceState.RUNNING)
+        self._running.append(sequence)
+
+    def _land(self, sequence: Sequence) -> None:
+        """The sequence computes and loads nothing any more: whoever waited for its blocks may start."""
+        for block_hash in sequence.hashes:
+            if self._in_flight.get(block_hash) == sequence.key:
+                del self._in_flight[block_hash]
+
+    def _fill_budget(self, plan: Plan) -> None:
+        """Decodes first, so that a long prompt delays them by at most its chunk; then prompts in order of arrival."""
+        budget = self._config.max_num_batched_tokens
+        by_urgency = sorted(self._running, key=lambda sequence: (sequence.num_remaining > 1, sequence.order))
+        for sequence in by_urgency:
+            num_tokens = min(sequence.num_remaining, self._config.chunk_tokens, budget)
+            if num_tokens <= 0:
+                return
+            plan.scheduled.append((sequence, num_tokens))
+            budget -= num_tokens
+
+
+def load_items(sequence: Sequence) -> Iterator[LoadItem]:
+    """What may lie outside the pool: the full blocks after the matched ones, and the private rest of a hand-off."""
+    handoff = sequence.submission.handoff_tokens
+    full = handoff // sequence.block_tokens if handoff else len(sequence.hashes)
+    first = sequence.num_named
+    for index in range(first, full):
+        yield LoadItem(sequence.blocks[index], sequence.hashes[index], sequence.block_tokens)
+    rest = handoff % sequence.block_tokens
+    if rest and first <= full and sequence.submission.private_block is not None:
+        yield LoadItem(sequence.blocks[full], sequence.submission.private_block, rest, private=True)

@@ -1,0 +1,213 @@
+"""The prefill phase: compute a prompt's KV, push its blocks to the decode node's store as they are finished, answer with the first token.
+
+Knows nothing of the decode phase, HTTP or Ray. Invariants:
+- Every exported block is unpinned exactly once, when no transfer reads it any more.
+- Every wait ends at the request's deadline; a push that fails costs the decode worker a recomputation, never the request.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from kvstore.mover import BlockMover, PoolBlock, PushPlan
+from kvstore.session import StoreAddress, StoreSession, StoreSessions
+
+from engine.engine import Admitted, Chunk, Engine, Event, Exported, Failed, Load
+from engine.scheduler import LoadItem
+from engine.sequence import Export, Sequence, SequenceKey, Submission
+from kvstore.hashing import BlockHash, hold_name, private_hash
+from protocol import headrace_pb2 as pb
+from protocol.errors import HeadraceError
+from protocol.instants import Instant
+from protocol.request import GenerationRequest
+
+log = logging.getLogger(__name__)
+Emit = Callable[[pb.Row], None]
+LocalStore = Callable[[], Awaitable[StoreSession | None]]
+
+
+class PrefillService:
+    """`local_store` gives the session with this node's store, or None while there is none."""
+
+    def __init__(self, engine: Engine, mover: BlockMover, sessions: StoreSessions, local_store: LocalStore, block_tokens: int) -> None:
+        self.engine = engine
+        self.mover = mover
+        self.sessions = sessions
+        self.local_store = local_store
+        self.block_tokens = block_tokens
+
+    def start(self, message: pb.Prefill, emit: Emit) -> "PrefillJob":
+        """Begin the phase; rows come through `emit`, on this event loop."""
+        job = PrefillJob(self, message, emit)
+        self.engine.submit(job.submission)
+        return job
+
+
+class PrefillJob:
+    def __init__(self, service: PrefillService, message: pb.Prefill, emit: Emit) -> None:
+        self._service = service
+        self._request = GenerationRequest.from_message(message.request)
+        self._destination = StoreAddress(message.destination.name, message.destination.generation, message.destination.address)
+        self._emit = emit
+        self._exports: asyncio.Queue[list[LoadItem] | None] = asyncio.Queue()  # None: no more will come
+        self._over = False  # the engine is through with the request
+        self._abandoned = False  # nobody will ask for the blocks: the answer ended here, or failed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pushed = pb.Work(codec=service.mover.codec, transport=service.mover.transport)
+        given = len(self._request.prompt_tokens) + len(self._request.output_tokens)
+        self._given = given
+        self._hold = hold_name(*self._request.key)
+        self._private = private_hash(*self._request.key, given) if given % service.block_tokens else None
+        self.submission = Submission(self._request, one_token=True, load=True, export=Export.ALL, private_block=self._private)
+
+    @property
+    def key(self) -> SequenceKey:
+        return self._request.key
+
+    @property
+    def is_done(self) -> bool:
+        return self._over and not self._tasks
+
+    def abort(self) -> None:
+        self._service.engine.abort(self.key)
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                self._spawn(self._push(event.sequence.hashes[: self._given // self._service.block_tokens]))
+            case Load():
+                self._spawn(self._load(event.items))
+            case Exported():
+                self._exports.put_nowait(event.items)
+            case Chunk():
+                self._answer(event)
+            case Failed():
+                self._end(keep_pushing=False)
+                self._emit(error_row(event, self._work(event.sequence)))
+
+    def _answer(self, chunk: Chunk) -> None:
+        times = chunk.sequence.times
+        instants = {Instant.PREFILL_QUEUED: times.queued, Instant.PREFILL_STARTED: times.started, Instant.FIRST_TOKEN: times.first_token}
+        if chunk.finish_reason != "handoff":
+            instants[Instant.FINISHED] = times.finished
+        self._end(keep_pushing=chunk.finish_reason == "handoff")
+        self._emit(
+            pb.Row(
+                request_id=self.key[0],
+                attempt=self.key[1],
+                tokens=chunk.tokens,
+                text=chunk.text,
+                finish_reason=chunk.finish_reason,
+                instants=[pb.Instant(name=name, at=at) for name, at in instants.items()],
+                work=self._work(chunk.sequence),
+            )
+        )
+
+    def _end(self, keep_pushing: bool) -> None:
+        self._over = True
+        self._abandoned = not keep_pushing
+        self._exports.put_nowait(None)
+
+    def _work(self, sequence: Sequence) -> pb.Work:
+        tally = sequence.tally
+        self._pushed.computed_tokens = tally.computed_tokens
+        self._pushed.computed_prompt_tokens = tally.computed_prompt_tokens
+        self._pushed.reused_device_tokens = tally.reused_device_tokens
+        self._pushed.reused_store_tokens = tally.reused_store_tokens
+        self._pushed.preemptions = tally.preemptions
+        return self._pushed
+
+    async def _load(self, items: list[LoadItem]) -> None:
+        """Prefix blocks that this node's store has, or can pull from another node's."""
+        good = 0
+        try:
+            session = await self._service.local_store()
+            if session is not None:
+                blocks = [PoolBlock(item.hash, item.block, item.num_tokens) for item in items]
+                report = await self._service.mover.fetch(session, self._hold, blocks, wait_until=time.time(), expect=False, deadline=self._request.deadline)
+                good = report.num_blocks
+                self._pushed.pulled_blocks += report.num_blocks
+                self._pushed.pulled_bytes += report.bytes
+                self._pushed.pulled_s += report.seconds
+        except HeadraceError as error:
+            log.warning("prefix load failed: %s", error.code)
+        finally:
+            self._service.engine.loaded(self.key, good)
+
+    async def _push(self, hashes: list[BlockHash]) -> None:
+        """Push blocks as they come until no more will; then tell the router what moved."""
+        expected = len(hashes) + (self._private is not None)
+        committed: set[BlockHash] = set()
+        plan: PushPlan | None = None
+        try:
+            session = await self._service.sessions.get(self._destination)
+            keys = [pb.BlockKey(hash=block_hash, length=self._service.mover.block_bytes) for block_hash in hashes]
+            if self._private is not None:
+                keys.append(pb.BlockKey(hash=self._private, length=self._service.mover.block_bytes, private=True))
+            plan = await self._service.mover.attach(session, self._hold, self.key[1], keys, self._request.deadline)
+        except HeadraceError as error:
+            log.warning("cannot push to %s: %s", self._destination.name, error.code)
+        while (items := await self._next_exports()) is not None:
+            await self._push_blocks(plan, items, committed)
+        if plan is not None:
+            await plan.close()
+        if self._abandoned:
+            await self._forget()
+        else:
+            self._report(complete=len(committed) == expected)
+
+    async def _forget(self) -> None:
+        try:
+            session = await self._service.sessions.get(self._destination)
+            await session.forget(self._hold)
+        except HeadraceError as error:
+            log.info("the destination will forget by itself: %s", error.code)
+
+    async def _next_exports(self) -> list[LoadItem] | None:
+        items = await self._exports.get()
+        while items is not None and not self._exports.empty():
+            more = self._exports.get_nowait()
+            if more is None:
+                self._exports.put_nowait(None)
+                break
+            items = items + more
+        return items
+
+    async def _push_blocks(self, plan: PushPlan | None, items: list[LoadItem], committed: set[BlockHash]) -> None:
+        try:
+            if plan is None or (self._over and self._abandoned):
+                return
+            fresh = {item.hash: PoolBlock(item.hash, item.block, item.num_tokens) for item in items if item.hash not in committed}
+            report = await plan.push(list(fresh.values()), self._request.deadline)
+            committed.update(report.present)
+            self._pushed.pushed_blocks += report.num_blocks
+            self._pushed.pushed_bytes += report.bytes
+            self._pushed.pushed_s += report.seconds
+        except HeadraceError as error:
+            log.warning("push to %s failed: %s", self._destination.name, error.code)
+        finally:
+            self._service.engine.unpin([item.block for item in items])
+
+    def _report(self, complete: bool) -> None:
+        now = [pb.Instant(name=Instant.KV_PUSHED, at=time.time())] if complete else []
+        self._emit(pb.Row(request_id=self.key[0], attempt=self.key[1], instants=now, work=self._pushed, kv_pushed=complete))
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def error_row(failed: Failed, work: pb.Work) -> pb.Row:
+    """The last row of a request that failed here."""
+    error, (request_id, attempt) = failed.error, failed.sequence.key
+    return pb.Row(
+        request_id=request_id,
+        attempt=attempt,
+        finish_reason="error",
+        error_code=error.code,
+        error_message=error.message,
+        error_stage=error.stage or "",
+        work=work,
+    )

@@ -1,0 +1,215 @@
+"""One worker process: an engine, its arena and transport, both phase services and the data plane. Owns their start and end; knows nothing of Ray.
+
+Invariants: start() returns when the worker serves and is announced; Redis or the node's store being away stops nothing that can go on without them;
+nothing here holds state that a new generation could not rebuild.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from engine.batch import Batch
+from engine.model_config import ModelConfig
+from engine.tokenizer import Tokenizer
+from kvstore.mover import BlockMover
+from kvstore.session import StoreAddress, StoreSession, StoreSessions
+from redis.asyncio import Redis
+
+from decode_worker.service import DecodeService
+from engine.engine import Engine, Event
+from engine.runner import Runner, open_runner
+from prefill_worker.service import PrefillService
+from protocol import headrace_pb2 as pb
+from protocol import headrace_pb2_grpc as rpc
+from protocol.channel import VERSION, new_server
+from protocol.errors import HeadraceError, RegistryLost
+from protocol.membership import Member, Registry, new_generation
+from transport.endpoint import open_endpoint
+from worker.config import WorkerConfig
+from worker.data_plane import DataPlane
+
+log = logging.getLogger(__name__)
+HANDOFF_WAIT_S = 5.0
+STAGING_SLOTS = 16
+
+
+class WorkerProcess:
+    """`start`, `status`, `drain` and `stop` may be called from any thread."""
+
+    def __init__(self, config_json: bytes) -> None:
+        self._config = msgspec.json.decode(config_json, type=WorkerConfig)
+        self._generation = new_generation()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="services", daemon=True)
+        self._draining = False
+        self._tending: asyncio.Task[None] | None = None
+
+    def start(self, timeout_s: float = 120.0) -> None:
+        config = self._config
+        if config.log_path:
+            logging.basicConfig(filename=config.log_path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        model = ModelConfig.load(Path(config.model_path))
+        layout = model.layout(config.engine.block_tokens, config.engine.dtype)
+        num_blocks = config.engine.kv_cache_bytes // layout.block_bytes
+        self._salt = f"{config.revision}/{layout.fingerprint}"
+        self._endpoint = open_endpoint(config.transport, f"{config.name}#{self._generation}", BlockMover.arena_bytes(layout, num_blocks, STAGING_SLOTS))
+        self._mover = BlockMover(self._endpoint, layout, num_blocks, config.store.codec, STAGING_SLOTS)
+        runner = open_runner(config.engine, Path(config.model_path), model, self._mover.pool)
+        warm_up(runner)
+        self._engine = Engine(config.engine, num_blocks, runner, Tokenizer(Path(config.model_path)), self._salt, self._deliver)
+        self._engine.start()
+        self._layout = layout
+        self._thread.start()
+        self._call(self._serve(), timeout_s)
+        log.info("%s serves at %s", config.name, self._member.address)
+
+    def status(self) -> dict[str, Any]:
+        status = self._engine.status
+        return {"name": self._config.name, "generation": self._generation, "pid": os.getpid(), "steps": status.steps, "running": status.num_running}
+
+    def drain(self, deadline_s: float) -> None:
+        """Take no new work (the routers see it in the status) and wait until the running requests are done, at most `deadline_s`."""
+        self._draining = True
+        until = time.monotonic() + deadline_s
+        while self._plane.num_jobs and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End everything; the caller ends the process (see transport.nixl)."""
+        self._call(self._close(), 15.0)
+        self._engine.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        self._endpoint.close()
+
+    def _call(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def _deliver(self, events: list[Event]) -> None:
+        self._loop.call_soon_threadsafe(self._plane.handle_events, events)
+
+    # ---- event loop
+
+    async def _serve(self) -> None:
+        config = self._config
+        self._redis = Redis.from_url(config.redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
+        self._registry = Registry(self._redis, config.cluster)
+        self._sessions = StoreSessions(self._endpoint, self._generation, self._layout, config.token)
+        self._local = LocalStore(self._registry, self._sessions, config.node)
+        block_tokens = config.engine.block_tokens
+        services = {
+            "prefill": PrefillService(self._engine, self._mover, self._sessions, self._local.session, block_tokens),
+            "decode": DecodeService(self._engine, self._mover, self._local.session, block_tokens, HANDOFF_WAIT_S),
+        }
+        hello = pb.WorkerHello(version=VERSION, name=config.name, generation=self._generation, role=config.role, node=config.node, revision=config.revision)
+        self._plane = DataPlane(services, hello, self._worker_status, config.token)
+        self._server = new_server()
+        rpc.add_DataPlaneServicer_to_server(self._plane, self._server)
+        port = self._server.add_insecure_port(f"{config.host}:{config.port}")
+        await self._server.start()
+        attributes = {
+            "role": config.role,
+            "model": config.model_name,
+            "revision": config.revision,
+            "salt": self._salt,
+            "block_tokens": str(block_tokens),
+            "block_bytes": str(self._layout.block_bytes),
+            "pid": str(os.getpid()),
+        }
+        self._member = Member("worker", config.name, self._generation, f"{config.host}:{port}", config.node, attributes)
+        await self._tend_once()
+        self._tending = asyncio.create_task(self._tend())
+
+    async def _tend(self) -> None:
+        """Stay announced, and connected to the stores that requests will need."""
+        while True:
+            await asyncio.sleep(self._registry.ttl_s / 3)
+            await self._tend_once()
+
+    async def _tend_once(self) -> None:
+        try:
+            await self._registry.announce(self._member)
+            await self._local.connect_all()
+        except RegistryLost as error:
+            log.warning("registry: %s", error)
+
+    def _worker_status(self) -> pb.WorkerStatus:
+        status = self._engine.status
+        return pb.WorkerStatus(
+            steps=status.steps,
+            running=status.num_running,
+            waiting=status.num_waiting,
+            waiting_tokens=status.waiting_tokens,
+            blocks_total=status.blocks_total,
+            blocks_free=status.blocks_free,
+            blocks_cached=status.blocks_cached,
+            draining=self._draining,
+            counters=status.counters | self._mover.counters() | {"jobs": self._plane.num_jobs},
+        )
+
+    async def _close(self) -> None:
+        if self._tending is not None:
+            self._tending.cancel()
+        try:
+            await self._registry.withdraw(self._member)
+        except RegistryLost:
+            log.info("the registry will forget %s by itself", self._member.name)
+        self._plane.close()
+        await self._server.stop(2.0)
+        await self._sessions.close()
+        await self._redis.aclose()
+
+
+class LocalStore:
+    """The session with the store of this worker's node, whichever generation of it lives now."""
+
+    def __init__(self, registry: Registry, sessions: StoreSessions, node: str) -> None:
+        self._registry = registry
+        self._sessions = sessions
+        self._node = node
+        self._address: StoreAddress | None = None
+
+    async def session(self) -> StoreSession | None:
+        """None while the node's store is away; whoever asks goes on without it."""
+        if self._address is None:
+            return None
+        try:
+            return await self._sessions.get(self._address)
+        except HeadraceError as error:
+            log.info("the node's store is away: %s", error.code)
+            self._address = None
+            return None
+
+    async def connect_all(self) -> None:
+        """Follow the registry: know the node's store, and be connected to every store before a request needs it."""
+        for member in await self._registry.members("store"):
+            address = StoreAddress(member.name, member.generation, member.address)
+            if member.node == self._node:
+                self._address = address
+            try:
+                await self._sessions.get(address)
+            except HeadraceError as error:
+                log.info("store %s cannot be reached: %s", member.name, error.code)
+
+
+def warm_up(runner: Runner) -> None:
+    """One step that writes nothing, so that the first request does not pay for the kernels' first use."""
+    one, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    runner.run(
+        Batch(
+            tokens=zero,
+            positions=zero,
+            slots=zero - 1,
+            block_tables=one.view(1, 1) - 1,
+            query_starts=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=one,
+            logit_rows=zero,
+        )
+    )
