@@ -1,0 +1,21 @@
+"""What one step computes, as tensors. Knows nothing of requests; the scheduler fills it, model and attention read it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of S sequences, the tokens of a sequence side by side; CPU tensors, contiguous.
+
+    A sequence's tokens are the last of its context: query i of n sits at position context_len - n + i and sees all up to itself.
+    """
+
+    tokens: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]: block * block_tokens + offset, where the token's K/V goes; -1: it is stored already
+    block_tables: Tensor  # int32 [S, M]: the sequence's blocks in order; past its context anything
+    query_starts: Tensor  # int32 [S + 1]: rows query_starts[s] .. query_starts[s + 1] belong to sequence s
+    context_lens: Tensor  # int32 [S]: tokens with K/V once this step is done
+    logit_rows: Tensor  # int64 [R]: the rows whose logits are wanted

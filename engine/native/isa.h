@@ -1,0 +1,40 @@
+// The body of every isa_*.cpp: it defines HEADRACE_ISA (the name) and is compiled with the flags of its instruction set.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace headrace {
+namespace {
+
+#include "simd.h"
+#include "attention.h"
+#include "elementwise.h"
+
+#if defined(__AVX512BF16__)
+using Bf16Lanes = PairLanes;
+#else
+using Bf16Lanes = FloatLanes;
+#endif
+
+}  // namespace
+
+#define HEADRACE_STRING_(name) #name
+#define HEADRACE_STRING(name) HEADRACE_STRING_(name)
+#define HEADRACE_TABLE_(isa) isa##_kernels
+#define HEADRACE_TABLE(isa) HEADRACE_TABLE_(isa)
+
+const Kernels& HEADRACE_TABLE(HEADRACE_ISA)() {
+    static constexpr Kernels kernels = {
+        HEADRACE_STRING(HEADRACE_ISA),
+        Scratch::bytes,
+        {attend<uint16_t, Bf16Lanes>, attend<float, FloatLanes>},
+        {norm_rows<uint16_t>, norm_rows<float>},
+        {silu_mul_rows<uint16_t>, silu_mul_rows<float>},
+        {rope_rows<uint16_t>, rope_rows<float>},
+    };
+    return kernels;
+}
+
+}  // namespace headrace

@@ -1,0 +1,2 @@
+#define HEADRACE_ISA avx512bf16
+#include "isa.h"

@@ -1,0 +1,2 @@
+#define HEADRACE_ISA generic
+#include "isa.h"

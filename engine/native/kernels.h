@@ -1,0 +1,84 @@
+// The table of kernels that each instruction set fills, and the arguments that they share.
+//
+// Owns no threads and no memory. Invariant (batch invariance): what a kernel writes for one row depends on that row's
+// inputs alone; the order of every reduction follows from its length and from TILE_TOKENS, never from the number of rows,
+// from chunking or from the rows computed beside it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace headrace {
+
+enum Dtype { BF16 = 0, FP32 = 1 };
+
+constexpr int TILE_TOKENS = 32;  // K/V tokens that one softmax update covers; block_tokens is a multiple of it
+
+struct Pool {  // [num_blocks][kv head][layer][K, V][token][dim]
+    char* data;
+    int64_t num_blocks, kv_heads, layers, block_tokens, head_dim;
+    int item_bytes;
+
+    char* block(int64_t block, int64_t head, int64_t layer) const {
+        return data + ((block * kv_heads + head) * layers + layer) * 2 * plane_bytes();
+    }
+    int64_t plane_bytes() const { return block_tokens * head_dim * item_bytes; }
+};
+
+struct AttentionArgs {
+    char* out;      // [T, H, D]
+    const char* q;  // [T, H, D], rows `q_stride` elements apart
+    int64_t q_stride;
+    Pool pool;
+    int64_t layer;
+    int64_t heads;
+    float scale;
+};
+
+// A tile of one sequence's queries against one KV head.
+struct AttentionUnit {
+    const int32_t* block_table;
+    int64_t first_row;       // of the batch
+    int64_t first_position;  // of first_row in its sequence
+    int64_t kv_head;
+    int queries;
+};
+
+struct NormArgs {
+    char* out;        // [T, N]
+    char* residual;   // [T, N] or null: receives residual + x
+    const char* x;    // [T, N]
+    const char* weight;
+    int64_t size;
+    float eps;
+};
+
+struct RopeArgs {
+    char* qkv;  // [T, H + 2 KH, D], rows `stride` elements apart
+    int64_t stride, heads;
+    const int64_t* positions;
+    const int64_t* slots;
+    const float* cos;  // [max_positions, D / 2]
+    const float* sin;
+    Pool pool;
+    int64_t layer;
+};
+
+
+struct Kernels {
+    const char* name;
+    // Bytes of scratch, 64-byte aligned, that a unit of `rows` (queries x heads of a group) needs.
+    size_t (*attention_scratch_bytes)(int64_t rows, int64_t head_dim);
+    void (*attention[2])(const AttentionArgs&, const AttentionUnit&, char* scratch);
+    void (*norm[2])(const NormArgs&, int64_t first, int64_t last);
+    void (*silu_mul[2])(char* out, const char* gate_up, int64_t size, int64_t first, int64_t last);
+    void (*rope[2])(const RopeArgs&, int64_t first, int64_t last);
+};
+
+const Kernels& generic_kernels();
+#if defined(__x86_64__)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& avx512bf16_kernels();
+#endif
+
+}  // namespace headrace

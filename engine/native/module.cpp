@@ -1,0 +1,297 @@
+// The Python module headrace_native: checks what it is given, cuts it into units, runs them on the fastest kernels of this machine.
+// Arrays are used in place (never converted, never copied); the GIL is released while kernels run.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace headrace {
+namespace {
+
+using Array = nb::ndarray<nb::device::cpu>;
+
+// ---- which kernels -------------------------------------------------------------------------------------------------------------
+
+std::vector<const Kernels*> supported_kernels() {
+    std::vector<const Kernels*> best_first;
+#if defined(__x86_64__)
+    bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) best_first.push_back(&avx512bf16_kernels());
+    if (avx512) best_first.push_back(&avx512_kernels());
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best_first.push_back(&avx2_kernels());
+#endif
+    best_first.push_back(&generic_kernels());
+    return best_first;
+}
+
+std::atomic<const Kernels*> chosen{supported_kernels().front()};
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : supported_kernels()) names.push_back(kernels->name);
+    return names;
+}
+
+void use_instruction_set(const std::string& name) {
+    for (const Kernels* kernels : supported_kernels())
+        if (name == kernels->name) {
+            chosen = kernels;
+            return;
+        }
+    throw nb::value_error(("instruction set not supported here: " + name).c_str());
+}
+
+// ---- checks --------------------------------------------------------------------------------------------------------------------
+
+[[noreturn]] void refuse(const char* name, const std::string& why) { throw nb::value_error((std::string(name) + ": " + why).c_str()); }
+
+void require(bool holds, const char* name, const char* why) {
+    if (!holds) refuse(name, why);
+}
+
+bool is_dtype(const Array& a, nb::dlpack::dtype_code code, int bits) { return a.dtype().code == uint8_t(code) && a.dtype().bits == bits && a.dtype().lanes == 1; }
+
+Dtype float_dtype(const Array& a, const char* name) {
+    if (is_dtype(a, nb::dlpack::dtype_code::Bfloat, 16)) return BF16;
+    if (is_dtype(a, nb::dlpack::dtype_code::Float, 32)) return FP32;
+    throw nb::type_error((std::string(name) + ": bfloat16 or float32 expected").c_str());
+}
+
+int item_bytes(Dtype dtype) { return dtype == BF16 ? 2 : 4; }
+
+// Contiguous but for the distance between rows, which may be larger.
+void require_rows(const Array& a, const char* name) {
+    int64_t expected = 1;
+    for (size_t i = a.ndim(); i-- > 1; expected *= int64_t(a.shape(i)))
+        if (a.shape(i) != 1 && a.stride(i) != expected) refuse(name, "not contiguous");
+    if (a.shape(0) > 1 && a.stride(0) < expected) refuse(name, "not contiguous");
+}
+
+int64_t row_stride(const Array& a) {
+    int64_t expected = 1;
+    for (size_t i = 1; i < a.ndim(); ++i) expected *= int64_t(a.shape(i));
+    return a.shape(0) > 1 ? a.stride(0) : expected;
+}
+
+void require_contiguous(const Array& a, const char* name) {
+    require_rows(a, name);
+    int64_t expected = 1;
+    for (size_t i = 1; i < a.ndim(); ++i) expected *= int64_t(a.shape(i));
+    require(a.shape(0) <= 1 || a.stride(0) == expected, name, "not contiguous");
+}
+
+// A contiguous tensor of `dtype` and the shape named; -1 is any size.
+void require_float(const Array& a, const char* name, Dtype dtype, std::vector<int64_t> shape) {
+    if (float_dtype(a, name) != dtype) throw nb::type_error((std::string(name) + ": dtype differs").c_str());
+    require(a.ndim() == shape.size(), name, "wrong number of dimensions");
+    for (size_t i = 0; i < shape.size(); ++i) require(shape[i] < 0 || int64_t(a.shape(i)) == shape[i], name, "wrong shape");
+}
+
+template <class T> const T* integers(const Array& a, const char* name, size_t ndim, int64_t size) {
+    if (!is_dtype(a, nb::dlpack::dtype_code::Int, 8 * sizeof(T))) throw nb::type_error((std::string(name) + (sizeof(T) == 8 ? ": int64 expected" : ": int32 expected")).c_str());
+    require(a.ndim() == ndim, name, "wrong number of dimensions");
+    require(size < 0 || int64_t(a.shape(0)) == size, name, "wrong length");
+    require_contiguous(a, name);
+    return (const T*)a.data();
+}
+
+Pool pool_of(const Array& a, Dtype dtype, int64_t layer) {
+    require_float(a, "pool", dtype, {-1, -1, -1, 2, -1, -1});
+    require_contiguous(a, "pool");
+    Pool pool{(char*)a.data(), int64_t(a.shape(0)), int64_t(a.shape(1)), int64_t(a.shape(2)), int64_t(a.shape(4)), int64_t(a.shape(5)), item_bytes(dtype)};
+    require(layer >= 0 && layer < pool.layers, "layer", "out of range");
+    require(pool.block_tokens % TILE_TOKENS == 0, "pool", "block tokens are no multiple of 32");
+    require(pool.head_dim % 2 == 0 && pool.head_dim <= 256, "pool", "head dim must be even and at most 256");
+    return pool;
+}
+
+const int64_t* slots_of(const Array& a, const Pool& pool, int64_t rows) {
+    const int64_t* slots = integers<int64_t>(a, "slots", 1, rows);
+    for (int64_t i = 0; i < rows; ++i) require(slots[i] >= -1 && slots[i] < pool.num_blocks * pool.block_tokens, "slots", "outside the pool");
+    return slots;
+}
+
+// ---- work --------------------------------------------------------------------------------------------------------------------
+
+// Cuts [0, rows) into pieces of about `row_bytes` * n >= 64 KiB and calls op(first, last) for each.
+template <class Op> void over_rows(int64_t rows, int64_t row_bytes, int threads, const Op& op) {
+    int64_t step = threads <= 1 ? rows : std::max<int64_t>(1, 65536 / std::max<int64_t>(row_bytes, 1));
+    if (rows <= step) {
+        if (rows > 0) op(int64_t(0), rows);
+        return;
+    }
+    parallel_for((rows + step - 1) / step, threads, [&](int64_t i) { op(i * step, std::min(rows, (i + 1) * step)); });
+}
+
+char* thread_scratch(size_t bytes) {
+    thread_local std::unique_ptr<char[]> memory;
+    thread_local size_t capacity = 0;
+    if (bytes + 64 > capacity) {
+        capacity = bytes + 64;
+        memory.reset(new char[capacity]);
+    }
+    return (char*)((uintptr_t(memory.get()) + 63) & ~uintptr_t(63));
+}
+
+constexpr int64_t ROWS_PER_UNIT = 96;  // queries x heads of a group: their state stays in the L2 cache
+
+// The sequences' tiles, longest work first, so that the threads end together.
+std::vector<AttentionUnit> cut(const AttentionArgs& a, const int32_t* tables, int64_t max_blocks, const int32_t* starts, const int32_t* lens, int64_t sequences) {
+    int64_t group = a.heads / a.pool.kv_heads, step = std::max<int64_t>(1, ROWS_PER_UNIT / group);
+    std::vector<AttentionUnit> units;
+    for (int64_t s = 0; s < sequences; ++s)
+        for (int64_t first = starts[s]; first < starts[s + 1]; first += step)
+            for (int64_t head = 0; head < a.pool.kv_heads; ++head)
+                units.push_back({tables + s * max_blocks, first, lens[s] - (starts[s + 1] - first), head, int(std::min(step, starts[s + 1] - first))});
+    auto work = [](const AttentionUnit& u) { return (u.first_position + u.queries) * u.queries; };
+    std::stable_sort(units.begin(), units.end(), [&](const AttentionUnit& x, const AttentionUnit& y) { return work(x) > work(y); });
+    return units;
+}
+
+void check_sequences(const Pool& pool, const int32_t* tables, int64_t max_blocks, const int32_t* starts, const int32_t* lens, int64_t sequences, int64_t rows) {
+    require(starts[0] == 0 && starts[sequences] == rows, "query_starts", "must cover all rows");
+    for (int64_t s = 0; s < sequences; ++s) {
+        int64_t queries = int64_t(starts[s + 1]) - starts[s], blocks = (int64_t(lens[s]) + pool.block_tokens - 1) / pool.block_tokens;
+        require(queries >= 0, "query_starts", "must ascend");
+        require(lens[s] >= queries, "context_lens", "smaller than the number of queries");
+        require(blocks <= max_blocks, "block_tables", "too short for the context");
+        for (int64_t i = 0; queries > 0 && i < blocks; ++i)
+            require(tables[s * max_blocks + i] >= 0 && tables[s * max_blocks + i] < pool.num_blocks, "block_tables", "outside the pool");
+    }
+}
+
+void paged_attention(const Array& out, const Array& q, const Array& pool_, int64_t layer, const Array& block_tables, const Array& query_starts,
+                     const Array& context_lens, float scale, int num_threads) {
+    Dtype dtype = float_dtype(q, "q");
+    Pool pool = pool_of(pool_, dtype, layer);
+    require_float(q, "q", dtype, {-1, -1, pool.head_dim});
+    require_rows(q, "q");
+    int64_t rows = int64_t(q.shape(0)), heads = int64_t(q.shape(1));
+    require(heads % pool.kv_heads == 0 && heads / pool.kv_heads <= ROWS_PER_UNIT, "q", "heads must be a multiple of the pool's KV heads, at most 96 of each");
+    require_float(out, "out", dtype, {rows, heads, pool.head_dim});
+    require_contiguous(out, "out");
+    const int32_t* tables = integers<int32_t>(block_tables, "block_tables", 2, -1);
+    int64_t sequences = int64_t(block_tables.shape(0)), max_blocks = int64_t(block_tables.shape(1));
+    const int32_t* starts = integers<int32_t>(query_starts, "query_starts", 1, sequences + 1);
+    const int32_t* lens = integers<int32_t>(context_lens, "context_lens", 1, sequences);
+
+    nb::gil_scoped_release released;
+    check_sequences(pool, tables, max_blocks, starts, lens, sequences, rows);
+    AttentionArgs args{(char*)out.data(), (const char*)q.data(), row_stride(q), pool, layer, heads, scale};
+    std::vector<AttentionUnit> units = cut(args, tables, max_blocks, starts, lens, sequences);
+    const Kernels& kernels = *chosen.load();
+    int64_t group = heads / pool.kv_heads;
+    parallel_for(int64_t(units.size()), num_threads, [&](int64_t i) {
+        char* scratch = thread_scratch(kernels.attention_scratch_bytes(units[i].queries * group, pool.head_dim));
+        kernels.attention[dtype](args, units[i], scratch);
+    });
+}
+
+void write_kv(const Array& pool_, int64_t layer, const Array& k, const Array& v, const Array& slots_) {
+    Dtype dtype = float_dtype(k, "k");
+    Pool pool = pool_of(pool_, dtype, layer);
+    int64_t rows = int64_t(k.ndim() > 0 ? k.shape(0) : 0);
+    require_float(k, "k", dtype, {rows, pool.kv_heads, pool.head_dim});
+    require_float(v, "v", dtype, {rows, pool.kv_heads, pool.head_dim});
+    require_rows(k, "k");
+    require_rows(v, "v");
+    const int64_t* slots = slots_of(slots_, pool, rows);
+
+    nb::gil_scoped_release released;
+    size_t bytes = size_t(pool.head_dim) * pool.item_bytes;
+    for (int64_t row = 0; row < rows; ++row) {
+        if (slots[row] < 0) continue;
+        for (int64_t head = 0; head < pool.kv_heads; ++head) {
+            char* keys = pool.block(slots[row] / pool.block_tokens, head, layer) + slots[row] % pool.block_tokens * bytes;
+            std::memcpy(keys, (const char*)k.data() + (row * row_stride(k) + head * pool.head_dim) * pool.item_bytes, bytes);
+            std::memcpy(keys + pool.plane_bytes(), (const char*)v.data() + (row * row_stride(v) + head * pool.head_dim) * pool.item_bytes, bytes);
+        }
+    }
+}
+
+void rope_write_kv(const Array& qkv, const Array& positions_, const Array& cos, const Array& sin, const Array& pool_, int64_t layer, const Array& slots_, int num_threads) {
+    Dtype dtype = float_dtype(qkv, "qkv");
+    Pool pool = pool_of(pool_, dtype, layer);
+    require_float(qkv, "qkv", dtype, {-1, -1});
+    require_rows(qkv, "qkv");
+    int64_t rows = int64_t(qkv.shape(0)), heads = int64_t(qkv.shape(1)) / pool.head_dim - 2 * pool.kv_heads;
+    require(heads > 0 && int64_t(qkv.shape(1)) % pool.head_dim == 0, "qkv", "wrong width");
+    require_float(cos, "cos", FP32, {-1, pool.head_dim / 2});
+    require_float(sin, "sin", FP32, {int64_t(cos.shape(0)), pool.head_dim / 2});
+    require_contiguous(cos, "cos");
+    require_contiguous(sin, "sin");
+    const int64_t* positions = integers<int64_t>(positions_, "positions", 1, rows);
+    for (int64_t i = 0; i < rows; ++i) require(positions[i] >= 0 && positions[i] < int64_t(cos.shape(0)), "positions", "outside the rotary table");
+    RopeArgs args{(char*)qkv.data(), row_stride(qkv), heads, positions, slots_of(slots_, pool, rows), (const float*)cos.data(), (const float*)sin.data(), pool, layer};
+
+    nb::gil_scoped_release released;
+    const Kernels& kernels = *chosen.load();
+    over_rows(rows, int64_t(qkv.shape(1)) * 4, num_threads, [&](int64_t first, int64_t last) { kernels.rope[dtype](args, first, last); });
+}
+
+void run_norm(const Array& out, const Array* residual, const Array& x, const Array& weight, float eps, int num_threads) {
+    Dtype dtype = float_dtype(x, "x");
+    require_float(x, "x", dtype, {-1, -1});
+    int64_t rows = int64_t(x.shape(0)), size = int64_t(x.shape(1));
+    require_float(out, "out", dtype, {rows, size});
+    require_float(weight, "weight", dtype, {size});
+    for (const Array* a : {&x, &out, &weight}) require_contiguous(*a, "x, out, weight");
+    if (residual) {
+        require_float(*residual, "residual", dtype, {rows, size});
+        require_contiguous(*residual, "residual");
+    }
+    NormArgs args{(char*)out.data(), residual ? (char*)residual->data() : nullptr, (const char*)x.data(), (const char*)weight.data(), size, eps};
+
+    nb::gil_scoped_release released;
+    const Kernels& kernels = *chosen.load();
+    over_rows(rows, size * 4, num_threads, [&](int64_t first, int64_t last) { kernels.norm[dtype](args, first, last); });
+}
+
+void rms_norm(const Array& out, const Array& x, const Array& weight, float eps, int num_threads) { run_norm(out, nullptr, x, weight, eps, num_threads); }
+
+void add_rms_norm(const Array& out, const Array& residual, const Array& x, const Array& weight, float eps, int num_threads) {
+    run_norm(out, &residual, x, weight, eps, num_threads);
+}
+
+void silu_mul(const Array& out, const Array& gate_up, int num_threads) {
+    Dtype dtype = float_dtype(out, "out");
+    require_float(out, "out", dtype, {-1, -1});
+    int64_t rows = int64_t(out.shape(0)), size = int64_t(out.shape(1));
+    require_float(gate_up, "gate_up", dtype, {rows, 2 * size});
+    require_contiguous(out, "out");
+    require_contiguous(gate_up, "gate_up");
+
+    nb::gil_scoped_release released;
+    const Kernels& kernels = *chosen.load();
+    over_rows(rows, size * 8, num_threads, [&](int64_t first, int64_t last) { kernels.silu_mul[dtype]((char*)out.data(), (const char*)gate_up.data(), size, first, last); });
+}
+
+}  // namespace
+}  // namespace headrace
+
+NB_MODULE(headrace_native, m) {
+    using namespace headrace;
+    auto array = [](const char* name) { return nb::arg(name).noconvert(); };
+    m.def("instruction_sets", instruction_sets, "Instruction sets of this machine that there are kernels for, the fastest first.");
+    m.def("instruction_set", [] { return std::string(chosen.load()->name); });
+    m.def("use_instruction_set", use_instruction_set, nb::arg("name"), "For tests: take other kernels than the fastest, in the whole process.");
+    m.def("paged_attention", paged_attention, array("out"), array("q"), array("pool"), nb::arg("layer"), array("block_tables"), array("query_starts"),
+          array("context_lens"), nb::arg("scale"), nb::arg("num_threads") = 1);
+    m.def("write_kv", write_kv, array("pool"), nb::arg("layer"), array("k"), array("v"), array("slots"));
+    m.def("rope_write_kv", rope_write_kv, array("qkv"), array("positions"), array("cos"), array("sin"), array("pool"), nb::arg("layer"), array("slots"),
+          nb::arg("num_threads") = 1);
+    m.def("rms_norm", rms_norm, array("out"), array("x"), array("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
+    m.def("add_rms_norm", add_rms_norm, array("out"), array("residual"), array("x"), array("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
+    m.def("silu_mul", silu_mul, array("out"), array("gate_up"), nb::arg("num_threads") = 1);
+}
