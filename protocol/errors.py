@@ -3,6 +3,7 @@
 HeadraceError                     internal_error            500
 ├── InvalidRequest                invalid_request           400   names the field in `field`
 │   ├── ContextTooLong            context_length_exceeded   400
+│   ├── BodyTooLarge              body_too_large            413
 │   └── UnknownModel              model_not_found           404
 ├── DeadlineExceeded              deadline_exceeded         504   names the stage in `stage`; retryable
 ├── Cancelled                     cancelled                 499
@@ -41,6 +42,10 @@ class InvalidRequest(HeadraceError):
 
 class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class BodyTooLarge(InvalidRequest):
+    code, status = "body_too_large", 413
 
 
 class UnknownModel(InvalidRequest):

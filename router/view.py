@@ -1,0 +1,67 @@
+"""What a routing decision may look at: frozen pictures of the workers and stores. Knows nothing of streams, Redis or HTTP.
+
+Invariant: a view never changes; the same view and request give the same choice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["prefill", "decode"]
+WorkerKey = tuple[str, int]  # name, generation
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """`trouble`: why no new work may go there, empty when healthy. `waiting_tokens` and `sequences`: what the worker last said and what was sent since."""
+
+    name: str
+    generation: int
+    role: str
+    node: str
+    trouble: str = ""
+    sequences: int = 0
+    waiting_tokens: int = 0
+    steps: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    draining: bool = False
+    counters: Mapping[str, float] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.name, self.generation
+
+    @property
+    def healthy(self) -> bool:
+        return not self.trouble
+
+    def prefers(self, phase: Phase) -> bool:
+        return self.role in (phase, "both")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    name: str
+    generation: int
+    address: str
+    node: str
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    workers: tuple[WorkerView, ...] = ()
+    stores: tuple[StoreView, ...] = ()
+
+    def candidates(self, phase: Phase, excluded: frozenset[WorkerKey] = frozenset()) -> tuple[list[WorkerView], bool]:
+        """Healthy workers for `phase`: those of its role, else any, which is a last resort (True)."""
+        healthy = [worker for worker in self.workers if worker.healthy and worker.key not in excluded]
+        preferred = [worker for worker in healthy if worker.prefers(phase)]
+        return (preferred, False) if preferred else (healthy, bool(healthy))
+
+    def store_of(self, node: str) -> StoreView | None:
+        """The node's store; the newest one where a predecessor has not expired yet."""
+        return max((store for store in self.stores if store.node == node), key=lambda store: store.generation, default=None)
