@@ -80,9 +80,7 @@ class ModelConfig:
         return config
 
     def layout(self, block_tokens: int, dtype: str) -> BlockLayout:
-        return BlockLayout(
-            num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, block_tokens=block_tokens, dtype=dtype
-        )
+        return BlockLayout(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, block_tokens=block_tokens, dtype=dtype)
 
 
 def _check_supported(raw: dict[str, Any]) -> None:

@@ -50,9 +50,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def paged_attention(
-    out: Tensor, q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, scale: float
-) -> None:
+def paged_attention(out: Tensor, q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, scale: float) -> None:
     """out, q [T, H, D]; causal, each query of a sequence against the K/V that its blocks hold."""
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
