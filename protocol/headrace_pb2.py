@@ -4,112 +4,117 @@
 # source: protocol/headrace.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 7, 35, 1, "", "protocol/headrace.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'protocol/headrace.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x17protocol/headrace.proto\x12\x0bheadrace.v1"\xaf\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\t \x01(\x08"\xb9\x01\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x03 \x03(\x05\x12\x15\n\routput_tokens\x18\x04 \x03(\x05\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x10\n\x08\x64\x65\x61\x64line\x18\x06 \x01(\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t"A\n\x0cStoreAddress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t"`\n\x07Prefill\x12%\n\x07request\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Request\x12.\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x19.headrace.v1.StoreAddress"`\n\x06\x44\x65\x63ode\x12%\n\x07request\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Request\x12\x17\n\x0fhandoff_attempt\x18\x02 \x01(\x05\x12\x16\n\x0ehandoff_tokens\x18\x03 \x01(\x05",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05".\n\x0bRouterHello\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0e\n\x06router\x18\x02 \x01(\t"\xb7\x01\n\rRouterMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.headrace.v1.RouterHelloH\x00\x12\'\n\x07prefill\x18\x02 \x01(\x0b\x32\x14.headrace.v1.PrefillH\x00\x12%\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x13.headrace.v1.DecodeH\x00\x12#\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x12.headrace.v1.AbortH\x00\x42\x06\n\x04\x62ody"#\n\x07Instant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02\x61t\x18\x02 \x01(\x01"\xe2\x02\n\x04Work\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\x05\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\x02 \x01(\x05\x12\x1c\n\x14reused_device_tokens\x18\x03 \x01(\x05\x12\x1b\n\x13reused_store_tokens\x18\x04 \x01(\x05\x12\x16\n\x0ehandoff_tokens\x18\x05 \x01(\x05\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x05\x12\x15\n\rpushed_blocks\x18\x07 \x01(\x05\x12\x14\n\x0cpushed_bytes\x18\x08 \x01(\x03\x12\x10\n\x08pushed_s\x18\t \x01(\x01\x12\x15\n\rpulled_blocks\x18\n \x01(\x05\x12\x14\n\x0cpulled_bytes\x18\x0b \x01(\x03\x12\x10\n\x08pulled_s\x18\x0c \x01(\x01\x12\r\n\x05\x63odec\x18\r \x01(\t\x12\x11\n\ttransport\x18\x0e \x01(\t\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x05"\xfb\x01\n\x03Row\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x12\n\nerror_code\x18\x06 \x01(\t\x12\x15\n\rerror_message\x18\x07 \x01(\t\x12\x13\n\x0b\x65rror_stage\x18\x08 \x01(\t\x12&\n\x08instants\x18\t \x03(\x0b\x32\x14.headrace.v1.Instant\x12\x1f\n\x04work\x18\n \x01(\x0b\x32\x11.headrace.v1.Work\x12\x11\n\tkv_pushed\x18\x0b \x01(\x08"\x97\x02\n\x0cWorkerStatus\x12\r\n\x05steps\x18\x01 \x01(\x03\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\x05\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\x05\x12\x15\n\rblocks_cached\x18\x06 \x01(\x05\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x39\n\x08\x63ounters\x18\x08 \x03(\x0b\x32\'.headrace.v1.WorkerStatus.CountersEntry\x12\x16\n\x0ewaiting_tokens\x18\t \x01(\x03\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01"n\n\x0bWorkerHello\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x10\n\x08revision\x18\x06 \x01(\t"e\n\rWorkerMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.headrace.v1.WorkerHelloH\x00\x12!\n\x04step\x18\x02 \x01(\x0b\x32\x11.headrace.v1.StepH\x00\x42\x06\n\x04\x62ody"Q\n\x04Step\x12\x1e\n\x04rows\x18\x01 \x03(\x0b\x32\x10.headrace.v1.Row\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.headrace.v1.WorkerStatus"l\n\nStoreHello\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\x0c\n\x04host\x18\x06 \x01(\t"\x94\x01\n\x0cStoreWelcome\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x1a\n\x12transport_metadata\x18\x05 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x06 \x01(\x03\x12\x0e\n\x06layout\x18\x07 \x01(\t"9\n\x08\x42lockKey\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x0f\n\x07private\x18\x03 \x01(\x08"z\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12%\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x15.headrace.v1.BlockKey\x12\x10\n\x08\x64\x65\x61\x64line\x18\x04 \x01(\x01\x12\x12\n\nallow_pull\x18\x05 \x01(\x08"\x8b\x01\n\x05Grant\x12\'\n\x05mover\x18\x01 \x01(\x0e\x32\x18.headrace.v1.Grant.Mover\x12\x13\n\x0breservation\x18\x02 \x01(\x03\x12\x0e\n\x06offset\x18\x03 \x01(\x03"4\n\x05Mover\x12\x08\n\x04HAVE\x10\x00\x12\x08\n\x04PULL\x10\x01\x12\x08\n\x04PUSH\x10\x02\x12\r\n\tNO_CREDIT\x10\x03"1\n\x0b\x41ttachReply\x12"\n\x06grants\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Grant"j\n\x0b\x43ommitBlock\x12\x13\n\x0breservation\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x10\n\x08\x66idelity\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05"W\n\x06\x43ommit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12(\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x18.headrace.v1.CommitBlock"0\n\x0b\x43ommitReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x08\x12\x0f\n\x07present\x18\x02 \x03(\x08"\x1f\n\x07\x41\x62\x61ndon\x12\x14\n\x0creservations\x18\x01 \x03(\x03"\x8c\x01\n\x07\x41\x63quire\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x12\n\nwait_until\x18\x03 \x01(\x01\x12\x13\n\x0blease_until\x18\x04 \x01(\x01\x12\x10\n\x08\x66idelity\x18\x05 \x01(\t\x12\x12\n\nallow_pull\x18\x06 \x01(\x08\x12\x0e\n\x06\x65xpect\x18\x07 \x01(\x08"e\n\x0bLeasedBlock\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x10\n\x08\x66idelity\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05"G\n\x0c\x41\x63quireReply\x12\r\n\x05lease\x18\x01 \x01(\x03\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.headrace.v1.LeasedBlock")\n\x07Release\x12\r\n\x05lease\x18\x01 \x01(\x03\x12\x0f\n\x07\x63orrupt\x18\x02 \x03(\x0c"\x1c\n\x06\x46orget\x12\x12\n\nrequest_id\x18\x01 \x01(\t"B\n\x12StoreStatusRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\x12\x13\n\x0blist_hashes\x18\x02 \x01(\x08"\xbe\x02\n\x0bStoreStatus\x12\x13\n\x0bslots_total\x18\x01 \x01(\x05\x12\x12\n\nslots_free\x18\x02 \x01(\x05\x12\x14\n\x0cslots_cached\x18\x03 \x01(\x05\x12\x16\n\x0eslots_reserved\x18\x04 \x01(\x05\x12\x19\n\x11slots_quarantined\x18\x05 \x01(\x05\x12\x0e\n\x06leases\x18\x06 \x01(\x05\x12\x0f\n\x07overdue\x18\x07 \x01(\x05\x12\x12\n\nviolations\x18\x08 \x03(\t\x12\x0e\n\x06hashes\x18\t \x03(\x0c\x12\x38\n\x08\x63ounters\x18\n \x03(\x0b\x32&.headrace.v1.StoreStatus.CountersEntry\x12\r\n\x05holds\x18\x0b \x01(\x05\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01"\xf1\x02\n\x0cStoreRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x03\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.headrace.v1.StoreHelloH\x00\x12%\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x13.headrace.v1.AttachH\x00\x12%\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x13.headrace.v1.CommitH\x00\x12\'\n\x07\x61\x62\x61ndon\x18\x05 \x01(\x0b\x32\x14.headrace.v1.AbandonH\x00\x12\'\n\x07\x61\x63quire\x18\x06 \x01(\x0b\x32\x14.headrace.v1.AcquireH\x00\x12\'\n\x07release\x18\x07 \x01(\x0b\x32\x14.headrace.v1.ReleaseH\x00\x12%\n\x06\x66orget\x18\x08 \x01(\x0b\x32\x13.headrace.v1.ForgetH\x00\x12\x31\n\x06status\x18\t \x01(\x0b\x32\x1f.headrace.v1.StoreStatusRequestH\x00\x42\x06\n\x04\x62ody"\x06\n\x04\x44one"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t"\xce\x02\n\nStoreReply\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x03\x12,\n\x07welcome\x18\x02 \x01(\x0b\x32\x19.headrace.v1.StoreWelcomeH\x00\x12*\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x18.headrace.v1.AttachReplyH\x00\x12*\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x18.headrace.v1.CommitReplyH\x00\x12!\n\x04\x64one\x18\x05 \x01(\x0b\x32\x11.headrace.v1.DoneH\x00\x12,\n\x07\x61\x63quire\x18\x06 \x01(\x0b\x32\x19.headrace.v1.AcquireReplyH\x00\x12*\n\x06status\x18\x07 \x01(\x0b\x32\x18.headrace.v1.StoreStatusH\x00\x12\'\n\x07\x66\x61ilure\x18\x08 \x01(\x0b\x32\x14.headrace.v1.FailureH\x00\x42\x06\n\x04\x62ody2R\n\tDataPlane\x12\x45\n\x07\x43onnect\x12\x1a.headrace.v1.RouterMessage\x1a\x1a.headrace.v1.WorkerMessage(\x01\x30\x01\x32Q\n\x0cStoreControl\x12\x41\n\x07Session\x12\x19.headrace.v1.StoreRequest\x1a\x17.headrace.v1.StoreReply(\x01\x30\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protocol/headrace.proto\x12\x0bheadrace.v1\"\xaf\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\t \x01(\x08\"\xb9\x01\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x03 \x03(\x05\x12\x15\n\routput_tokens\x18\x04 \x03(\x05\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x10\n\x08\x64\x65\x61\x64line\x18\x06 \x01(\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"A\n\x0cStoreAddress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"`\n\x07Prefill\x12%\n\x07request\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Request\x12.\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x19.headrace.v1.StoreAddress\"`\n\x06\x44\x65\x63ode\x12%\n\x07request\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Request\x12\x17\n\x0fhandoff_attempt\x18\x02 \x01(\x05\x12\x16\n\x0ehandoff_tokens\x18\x03 \x01(\x05\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\".\n\x0bRouterHello\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0e\n\x06router\x18\x02 \x01(\t\"\xb7\x01\n\rRouterMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.headrace.v1.RouterHelloH\x00\x12\'\n\x07prefill\x18\x02 \x01(\x0b\x32\x14.headrace.v1.PrefillH\x00\x12%\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x13.headrace.v1.DecodeH\x00\x12#\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x12.headrace.v1.AbortH\x00\x42\x06\n\x04\x62ody\"#\n\x07Instant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02\x61t\x18\x02 \x01(\x01\"\xe2\x02\n\x04Work\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\x05\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\x02 \x01(\x05\x12\x1c\n\x14reused_device_tokens\x18\x03 \x01(\x05\x12\x1b\n\x13reused_store_tokens\x18\x04 \x01(\x05\x12\x16\n\x0ehandoff_tokens\x18\x05 \x01(\x05\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x05\x12\x15\n\rpushed_blocks\x18\x07 \x01(\x05\x12\x14\n\x0cpushed_bytes\x18\x08 \x01(\x03\x12\x10\n\x08pushed_s\x18\t \x01(\x01\x12\x15\n\rpulled_blocks\x18\n \x01(\x05\x12\x14\n\x0cpulled_bytes\x18\x0b \x01(\x03\x12\x10\n\x08pulled_s\x18\x0c \x01(\x01\x12\r\n\x05\x63odec\x18\r \x01(\t\x12\x11\n\ttransport\x18\x0e \x01(\t\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x05\"\xfb\x01\n\x03Row\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x12\n\nerror_code\x18\x06 \x01(\t\x12\x15\n\rerror_message\x18\x07 \x01(\t\x12\x13\n\x0b\x65rror_stage\x18\x08 \x01(\t\x12&\n\x08instants\x18\t \x03(\x0b\x32\x14.headrace.v1.Instant\x12\x1f\n\x04work\x18\n \x01(\x0b\x32\x11.headrace.v1.Work\x12\x11\n\tkv_pushed\x18\x0b \x01(\x08\"\x97\x02\n\x0cWorkerStatus\x12\r\n\x05steps\x18\x01 \x01(\x03\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\x05\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\x05\x12\x15\n\rblocks_cached\x18\x06 \x01(\x05\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x39\n\x08\x63ounters\x18\x08 \x03(\x0b\x32\'.headrace.v1.WorkerStatus.CountersEntry\x12\x16\n\x0ewaiting_tokens\x18\t \x01(\x03\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"n\n\x0bWorkerHello\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x10\n\x08revision\x18\x06 \x01(\t\"e\n\rWorkerMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.headrace.v1.WorkerHelloH\x00\x12!\n\x04step\x18\x02 \x01(\x0b\x32\x11.headrace.v1.StepH\x00\x42\x06\n\x04\x62ody\"Q\n\x04Step\x12\x1e\n\x04rows\x18\x01 \x03(\x0b\x32\x10.headrace.v1.Row\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.headrace.v1.WorkerStatus\"\x86\x01\n\nStoreHello\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\x11\n\tnamespace\x18\x06 \x01(\t\x12\x13\n\x0bstart_ticks\x18\x07 \x01(\x03\"\x94\x01\n\x0cStoreWelcome\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x1a\n\x12transport_metadata\x18\x05 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x06 \x01(\x03\x12\x0e\n\x06layout\x18\x07 \x01(\t\"9\n\x08\x42lockKey\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x0f\n\x07private\x18\x03 \x01(\x08\"z\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12%\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x15.headrace.v1.BlockKey\x12\x10\n\x08\x64\x65\x61\x64line\x18\x04 \x01(\x01\x12\x12\n\nallow_pull\x18\x05 \x01(\x08\"\x8b\x01\n\x05Grant\x12\'\n\x05mover\x18\x01 \x01(\x0e\x32\x18.headrace.v1.Grant.Mover\x12\x13\n\x0breservation\x18\x02 \x01(\x03\x12\x0e\n\x06offset\x18\x03 \x01(\x03\"4\n\x05Mover\x12\x08\n\x04HAVE\x10\x00\x12\x08\n\x04PULL\x10\x01\x12\x08\n\x04PUSH\x10\x02\x12\r\n\tNO_CREDIT\x10\x03\"1\n\x0b\x41ttachReply\x12\"\n\x06grants\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Grant\"j\n\x0b\x43ommitBlock\x12\x13\n\x0breservation\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x10\n\x08\x66idelity\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\"W\n\x06\x43ommit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12(\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x18.headrace.v1.CommitBlock\"0\n\x0b\x43ommitReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x08\x12\x0f\n\x07present\x18\x02 \x03(\x08\"\x1f\n\x07\x41\x62\x61ndon\x12\x14\n\x0creservations\x18\x01 \x03(\x03\"\x8c\x01\n\x07\x41\x63quire\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x12\n\nwait_until\x18\x03 \x01(\x01\x12\x13\n\x0blease_until\x18\x04 \x01(\x01\x12\x10\n\x08\x66idelity\x18\x05 \x01(\t\x12\x12\n\nallow_pull\x18\x06 \x01(\x08\x12\x0e\n\x06\x65xpect\x18\x07 \x01(\x08\"e\n\x0bLeasedBlock\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x10\n\x08\x66idelity\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\"G\n\x0c\x41\x63quireReply\x12\r\n\x05lease\x18\x01 \x01(\x03\x12(\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x18.headrace.v1.LeasedBlock\")\n\x07Release\x12\r\n\x05lease\x18\x01 \x01(\x03\x12\x0f\n\x07\x63orrupt\x18\x02 \x03(\x0c\"\x1c\n\x06\x46orget\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"B\n\x12StoreStatusRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\x12\x13\n\x0blist_hashes\x18\x02 \x01(\x08\"\xbe\x02\n\x0bStoreStatus\x12\x13\n\x0bslots_total\x18\x01 \x01(\x05\x12\x12\n\nslots_free\x18\x02 \x01(\x05\x12\x14\n\x0cslots_cached\x18\x03 \x01(\x05\x12\x16\n\x0eslots_reserved\x18\x04 \x01(\x05\x12\x19\n\x11slots_quarantined\x18\x05 \x01(\x05\x12\x0e\n\x06leases\x18\x06 \x01(\x05\x12\x0f\n\x07overdue\x18\x07 \x01(\x05\x12\x12\n\nviolations\x18\x08 \x03(\t\x12\x0e\n\x06hashes\x18\t \x03(\x0c\x12\x38\n\x08\x63ounters\x18\n \x03(\x0b\x32&.headrace.v1.StoreStatus.CountersEntry\x12\r\n\x05holds\x18\x0b \x01(\x05\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xf1\x02\n\x0cStoreRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x03\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.headrace.v1.StoreHelloH\x00\x12%\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x13.headrace.v1.AttachH\x00\x12%\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x13.headrace.v1.CommitH\x00\x12\'\n\x07\x61\x62\x61ndon\x18\x05 \x01(\x0b\x32\x14.headrace.v1.AbandonH\x00\x12\'\n\x07\x61\x63quire\x18\x06 \x01(\x0b\x32\x14.headrace.v1.AcquireH\x00\x12\'\n\x07release\x18\x07 \x01(\x0b\x32\x14.headrace.v1.ReleaseH\x00\x12%\n\x06\x66orget\x18\x08 \x01(\x0b\x32\x13.headrace.v1.ForgetH\x00\x12\x31\n\x06status\x18\t \x01(\x0b\x32\x1f.headrace.v1.StoreStatusRequestH\x00\x42\x06\n\x04\x62ody\"\x06\n\x04\x44one\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xce\x02\n\nStoreReply\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x03\x12,\n\x07welcome\x18\x02 \x01(\x0b\x32\x19.headrace.v1.StoreWelcomeH\x00\x12*\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x18.headrace.v1.AttachReplyH\x00\x12*\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x18.headrace.v1.CommitReplyH\x00\x12!\n\x04\x64one\x18\x05 \x01(\x0b\x32\x11.headrace.v1.DoneH\x00\x12,\n\x07\x61\x63quire\x18\x06 \x01(\x0b\x32\x19.headrace.v1.AcquireReplyH\x00\x12*\n\x06status\x18\x07 \x01(\x0b\x32\x18.headrace.v1.StoreStatusH\x00\x12\'\n\x07\x66\x61ilure\x18\x08 \x01(\x0b\x32\x14.headrace.v1.FailureH\x00\x42\x06\n\x04\x62ody2R\n\tDataPlane\x12\x45\n\x07\x43onnect\x12\x1a.headrace.v1.RouterMessage\x1a\x1a.headrace.v1.WorkerMessage(\x01\x30\x01\x32Q\n\x0cStoreControl\x12\x41\n\x07Session\x12\x19.headrace.v1.StoreRequest\x1a\x17.headrace.v1.StoreReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "protocol.headrace_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.headrace_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_WORKERSTATUS_COUNTERSENTRY"]._loaded_options = None
-    _globals["_WORKERSTATUS_COUNTERSENTRY"]._serialized_options = b"8\001"
-    _globals["_STORESTATUS_COUNTERSENTRY"]._loaded_options = None
-    _globals["_STORESTATUS_COUNTERSENTRY"]._serialized_options = b"8\001"
-    _globals["_SAMPLING"]._serialized_start = 41
-    _globals["_SAMPLING"]._serialized_end = 216
-    _globals["_REQUEST"]._serialized_start = 219
-    _globals["_REQUEST"]._serialized_end = 404
-    _globals["_STOREADDRESS"]._serialized_start = 406
-    _globals["_STOREADDRESS"]._serialized_end = 471
-    _globals["_PREFILL"]._serialized_start = 473
-    _globals["_PREFILL"]._serialized_end = 569
-    _globals["_DECODE"]._serialized_start = 571
-    _globals["_DECODE"]._serialized_end = 667
-    _globals["_ABORT"]._serialized_start = 669
-    _globals["_ABORT"]._serialized_end = 713
-    _globals["_ROUTERHELLO"]._serialized_start = 715
-    _globals["_ROUTERHELLO"]._serialized_end = 761
-    _globals["_ROUTERMESSAGE"]._serialized_start = 764
-    _globals["_ROUTERMESSAGE"]._serialized_end = 947
-    _globals["_INSTANT"]._serialized_start = 949
-    _globals["_INSTANT"]._serialized_end = 984
-    _globals["_WORK"]._serialized_start = 987
-    _globals["_WORK"]._serialized_end = 1341
-    _globals["_ROW"]._serialized_start = 1344
-    _globals["_ROW"]._serialized_end = 1595
-    _globals["_WORKERSTATUS"]._serialized_start = 1598
-    _globals["_WORKERSTATUS"]._serialized_end = 1877
-    _globals["_WORKERSTATUS_COUNTERSENTRY"]._serialized_start = 1830
-    _globals["_WORKERSTATUS_COUNTERSENTRY"]._serialized_end = 1877
-    _globals["_WORKERHELLO"]._serialized_start = 1879
-    _globals["_WORKERHELLO"]._serialized_end = 1989
-    _globals["_WORKERMESSAGE"]._serialized_start = 1991
-    _globals["_WORKERMESSAGE"]._serialized_end = 2092
-    _globals["_STEP"]._serialized_start = 2094
-    _globals["_STEP"]._serialized_end = 2175
-    _globals["_STOREHELLO"]._serialized_start = 2177
-    _globals["_STOREHELLO"]._serialized_end = 2285
-    _globals["_STOREWELCOME"]._serialized_start = 2288
-    _globals["_STOREWELCOME"]._serialized_end = 2436
-    _globals["_BLOCKKEY"]._serialized_start = 2438
-    _globals["_BLOCKKEY"]._serialized_end = 2495
-    _globals["_ATTACH"]._serialized_start = 2497
-    _globals["_ATTACH"]._serialized_end = 2619
-    _globals["_GRANT"]._serialized_start = 2622
-    _globals["_GRANT"]._serialized_end = 2761
-    _globals["_GRANT_MOVER"]._serialized_start = 2709
-    _globals["_GRANT_MOVER"]._serialized_end = 2761
-    _globals["_ATTACHREPLY"]._serialized_start = 2763
-    _globals["_ATTACHREPLY"]._serialized_end = 2812
-    _globals["_COMMITBLOCK"]._serialized_start = 2814
-    _globals["_COMMITBLOCK"]._serialized_end = 2920
-    _globals["_COMMIT"]._serialized_start = 2922
-    _globals["_COMMIT"]._serialized_end = 3009
-    _globals["_COMMITREPLY"]._serialized_start = 3011
-    _globals["_COMMITREPLY"]._serialized_end = 3059
-    _globals["_ABANDON"]._serialized_start = 3061
-    _globals["_ABANDON"]._serialized_end = 3092
-    _globals["_ACQUIRE"]._serialized_start = 3095
-    _globals["_ACQUIRE"]._serialized_end = 3235
-    _globals["_LEASEDBLOCK"]._serialized_start = 3237
-    _globals["_LEASEDBLOCK"]._serialized_end = 3338
-    _globals["_ACQUIREREPLY"]._serialized_start = 3340
-    _globals["_ACQUIREREPLY"]._serialized_end = 3411
-    _globals["_RELEASE"]._serialized_start = 3413
-    _globals["_RELEASE"]._serialized_end = 3454
-    _globals["_FORGET"]._serialized_start = 3456
-    _globals["_FORGET"]._serialized_end = 3484
-    _globals["_STORESTATUSREQUEST"]._serialized_start = 3486
-    _globals["_STORESTATUSREQUEST"]._serialized_end = 3552
-    _globals["_STORESTATUS"]._serialized_start = 3555
-    _globals["_STORESTATUS"]._serialized_end = 3873
-    _globals["_STORESTATUS_COUNTERSENTRY"]._serialized_start = 1830
-    _globals["_STORESTATUS_COUNTERSENTRY"]._serialized_end = 1877
-    _globals["_STOREREQUEST"]._serialized_start = 3876
-    _globals["_STOREREQUEST"]._serialized_end = 4245
-    _globals["_DONE"]._serialized_start = 4247
-    _globals["_DONE"]._serialized_end = 4253
-    _globals["_FAILURE"]._serialized_start = 4255
-    _globals["_FAILURE"]._serialized_end = 4295
-    _globals["_STOREREPLY"]._serialized_start = 4298
-    _globals["_STOREREPLY"]._serialized_end = 4632
-    _globals["_DATAPLANE"]._serialized_start = 4634
-    _globals["_DATAPLANE"]._serialized_end = 4716
-    _globals["_STORECONTROL"]._serialized_start = 4718
-    _globals["_STORECONTROL"]._serialized_end = 4799
+  DESCRIPTOR._loaded_options = None
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._loaded_options = None
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_options = b'8\001'
+  _globals['_STORESTATUS_COUNTERSENTRY']._loaded_options = None
+  _globals['_STORESTATUS_COUNTERSENTRY']._serialized_options = b'8\001'
+  _globals['_SAMPLING']._serialized_start=41
+  _globals['_SAMPLING']._serialized_end=216
+  _globals['_REQUEST']._serialized_start=219
+  _globals['_REQUEST']._serialized_end=404
+  _globals['_STOREADDRESS']._serialized_start=406
+  _globals['_STOREADDRESS']._serialized_end=471
+  _globals['_PREFILL']._serialized_start=473
+  _globals['_PREFILL']._serialized_end=569
+  _globals['_DECODE']._serialized_start=571
+  _globals['_DECODE']._serialized_end=667
+  _globals['_ABORT']._serialized_start=669
+  _globals['_ABORT']._serialized_end=713
+  _globals['_ROUTERHELLO']._serialized_start=715
+  _globals['_ROUTERHELLO']._serialized_end=761
+  _globals['_ROUTERMESSAGE']._serialized_start=764
+  _globals['_ROUTERMESSAGE']._serialized_end=947
+  _globals['_INSTANT']._serialized_start=949
+  _globals['_INSTANT']._serialized_end=984
+  _globals['_WORK']._serialized_start=987
+  _globals['_WORK']._serialized_end=1341
+  _globals['_ROW']._serialized_start=1344
+  _globals['_ROW']._serialized_end=1595
+  _globals['_WORKERSTATUS']._serialized_start=1598
+  _globals['_WORKERSTATUS']._serialized_end=1877
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=1830
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=1877
+  _globals['_WORKERHELLO']._serialized_start=1879
+  _globals['_WORKERHELLO']._serialized_end=1989
+  _globals['_WORKERMESSAGE']._serialized_start=1991
+  _globals['_WORKERMESSAGE']._serialized_end=2092
+  _globals['_STEP']._serialized_start=2094
+  _globals['_STEP']._serialized_end=2175
+  _globals['_STOREHELLO']._serialized_start=2178
+  _globals['_STOREHELLO']._serialized_end=2312
+  _globals['_STOREWELCOME']._serialized_start=2315
+  _globals['_STOREWELCOME']._serialized_end=2463
+  _globals['_BLOCKKEY']._serialized_start=2465
+  _globals['_BLOCKKEY']._serialized_end=2522
+  _globals['_ATTACH']._serialized_start=2524
+  _globals['_ATTACH']._serialized_end=2646
+  _globals['_GRANT']._serialized_start=2649
+  _globals['_GRANT']._serialized_end=2788
+  _globals['_GRANT_MOVER']._serialized_start=2736
+  _globals['_GRANT_MOVER']._serialized_end=2788
+  _globals['_ATTACHREPLY']._serialized_start=2790
+  _globals['_ATTACHREPLY']._serialized_end=2839
+  _globals['_COMMITBLOCK']._serialized_start=2841
+  _globals['_COMMITBLOCK']._serialized_end=2947
+  _globals['_COMMIT']._serialized_start=2949
+  _globals['_COMMIT']._serialized_end=3036
+  _globals['_COMMITREPLY']._serialized_start=3038
+  _globals['_COMMITREPLY']._serialized_end=3086
+  _globals['_ABANDON']._serialized_start=3088
+  _globals['_ABANDON']._serialized_end=3119
+  _globals['_ACQUIRE']._serialized_start=3122
+  _globals['_ACQUIRE']._serialized_end=3262
+  _globals['_LEASEDBLOCK']._serialized_start=3264
+  _globals['_LEASEDBLOCK']._serialized_end=3365
+  _globals['_ACQUIREREPLY']._serialized_start=3367
+  _globals['_ACQUIREREPLY']._serialized_end=3438
+  _globals['_RELEASE']._serialized_start=3440
+  _globals['_RELEASE']._serialized_end=3481
+  _globals['_FORGET']._serialized_start=3483
+  _globals['_FORGET']._serialized_end=3511
+  _globals['_STORESTATUSREQUEST']._serialized_start=3513
+  _globals['_STORESTATUSREQUEST']._serialized_end=3579
+  _globals['_STORESTATUS']._serialized_start=3582
+  _globals['_STORESTATUS']._serialized_end=3900
+  _globals['_STORESTATUS_COUNTERSENTRY']._serialized_start=1830
+  _globals['_STORESTATUS_COUNTERSENTRY']._serialized_end=1877
+  _globals['_STOREREQUEST']._serialized_start=3903
+  _globals['_STOREREQUEST']._serialized_end=4272
+  _globals['_DONE']._serialized_start=4274
+  _globals['_DONE']._serialized_end=4280
+  _globals['_FAILURE']._serialized_start=4282
+  _globals['_FAILURE']._serialized_end=4322
+  _globals['_STOREREPLY']._serialized_start=4325
+  _globals['_STOREREPLY']._serialized_end=4659
+  _globals['_DATAPLANE']._serialized_start=4661
+  _globals['_DATAPLANE']._serialized_end=4743
+  _globals['_STORECONTROL']._serialized_start=4745
+  _globals['_STORECONTROL']._serialized_end=4826
 # @@protoc_insertion_point(module_scope)

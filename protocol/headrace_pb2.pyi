@@ -584,7 +584,7 @@ Global___Step: _TypeAlias = Step  # noqa: Y015
 class StoreHello(_message.Message):
     """---- store control: one stream per client of a store node (workers, other store nodes, tools) -----------------------------------
 
-    `client` is the name of the client's transport endpoint. `pid` in the pid namespace `host` (0 where unknown) proves the end of a writer whose stream broke.
+    `client` is the name of the client's transport endpoint; the process (transport.process.ProcessIdentity) tells when a writer whose stream broke has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -594,13 +594,15 @@ class StoreHello(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    START_TICKS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     client: _builtins.str
     generation: _builtins.int
     layout: _builtins.str
     pid: _builtins.int
-    host: _builtins.str
+    namespace: _builtins.str
+    start_ticks: _builtins.int
     def __init__(
         self,
         *,
@@ -609,11 +611,12 @@ class StoreHello(_message.Message):
         generation: _builtins.int = ...,
         layout: _builtins.str = ...,
         pid: _builtins.int = ...,
-        host: _builtins.str = ...,
+        namespace: _builtins.str = ...,
+        start_ticks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "generation", b"generation", "host", b"host", "layout", b"layout", "pid", b"pid", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "generation", b"generation", "layout", b"layout", "namespace", b"namespace", "pid", b"pid", "start_ticks", b"start_ticks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
