@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import msgspec
+import ray
 
 from cluster.logs import log_to
 from cluster.plan import ProcessSpec
@@ -26,6 +27,7 @@ class ProcessActor:
     def __init__(self, spec_json: bytes, backoff_s: float = 2.0) -> None:
         self._spec = msgspec.json.decode(spec_json, type=ProcessSpec)
         self._backoff_s = backoff_s
+        self._machine = ray.get_runtime_context().get_node_id()
         self._state = "starting"
         self._since = time.time()
         self._error = ""
@@ -44,7 +46,8 @@ class ProcessActor:
         return self._error
 
     def status(self) -> dict[str, Any]:
-        own = {"name": self._spec.name, "node": self._spec.node, "pid": os.getpid(), "state": self._state, "since": self._since}
+        own = {"name": self._spec.name, "node": self._spec.node, "pid": os.getpid(), "machine": self._machine}
+        own |= {"state": self._state, "since": self._since}
         serving = self._program is not None and self._state in ("serving", "draining")
         return own | {"program": self._program.status() if serving and self._program is not None else {}}
 

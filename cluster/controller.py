@@ -3,8 +3,10 @@
 Invariant: its state is its plan plus the names of actors and placement groups that Ray knows, so a restarted controller finds everything again.
 """
 
+import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +60,7 @@ class Controller:
     def __init__(self, plan_json: bytes) -> None:
         self._plan = msgspec.json.decode(plan_json, type=Plan)
         self._members: dict[str, Member] = {}
+        self._machine = ray.get_runtime_context().get_node_id()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         log_to(self._plan.log_path, self._plan.log_level)
@@ -154,6 +157,14 @@ class Controller:
             member.kills += 1
             member.asked = None
             member.answered = time.monotonic()
+            self._kill(member)
+
+    def _kill(self, member: Member) -> None:
+        """Ray asks a process to end, which a stopped one does not hear: beside us we kill it ourselves."""
+        if member.status.get("machine") == self._machine:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.status["pid"], signal.SIGKILL)
+        else:
             ray.kill(member.actor, no_restart=False)
 
     # ---- tell -----------------------------------------------------------------------------------------------------------------------

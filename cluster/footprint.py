@@ -82,8 +82,8 @@ def _answers(url: str) -> bool:
 
 
 def sweep(parent: Path, prefix: str) -> None:
-    """Remove run folders of this user whose host process is gone (both it and its launcher were killed)."""
+    """Remove run folders of this user whose sentinel is gone (it was killed with all the rest)."""
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError, ValueError):
-            if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int((folder / "host.pid").read_text())):
+            if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int((folder / "sentinel.pid").read_text())):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,12 +1,12 @@
 """The process that hosts one cluster for its launcher: Redis, Ray with the controller, the router. Started by cluster.local as `python -m cluster.host FD`.
 
 One JSON message a line over the socket FD: first the order, then stages and `ready` or `failed`, then one reply for each call.
-Invariant: when the launcher is gone, however it ended, the host stops the cluster and leaves nothing behind; orphans become its children and end with it.
+Invariant: when the launcher is gone, however it ended, the host stops the cluster and leaves nothing behind. When the host itself is killed, cluster.sentinel,
+which started it, does so.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import http.client
 import logging
 import os
@@ -22,7 +22,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import psutil
 
 from cluster.config import HeadraceConfig
 from cluster.footprint import Footprint
@@ -35,7 +34,6 @@ from protocol.errors import HeadraceError, Unavailable
 
 log = logging.getLogger(__name__)
 
-_PR_SET_CHILD_SUBREAPER = 36
 _HEALTH_S = 0.1
 _CALL_S = 10.0
 
@@ -217,7 +215,6 @@ async def serve(connection: socket.socket) -> None:
 
     order = msgspec.json.decode(await reader.readline(), type=Order)
     log_to(str(Path(order.log_folder) / "cluster.log"), order.config.log_level)
-    (Path(order.run_folder) / "host.pid").write_text(str(os.getpid()))
     host = Host(order, tell)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -268,7 +265,7 @@ def _error_fields(error: BaseException) -> dict[str, str]:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.umask(0o077)  # every file of every process of the cluster is private
     connection = socket.socket(fileno=int(sys.argv[1]))
     code = 1
     try:
@@ -277,9 +274,6 @@ def main() -> None:
     except BaseException:
         log.exception("the host failed")
     finally:
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
         os._exit(code)  # Ray's own exit handlers have nothing left to do
 
 

@@ -1,4 +1,5 @@
-"""Starts and stops a whole cluster from one process: `with Cluster(config) as cluster: ...`. Owns the run folder; the work is done by cluster.host.
+"""Starts and stops a whole cluster from one process: `with Cluster(config) as cluster: ...`. Owns the run folder; the work is done by cluster.host,
+which runs below cluster.sentinel.
 
 Imports neither Ray nor torch. Invariant: after `stop`, or when this process is gone, no process, port, socket, folder or shared memory of the cluster is left.
 """
@@ -17,9 +18,10 @@ from typing import Any
 
 import msgspec
 
+from cluster import sentinel
 from cluster.config import HeadraceConfig
 from cluster.footprint import Footprint, sweep
-from cluster.logs import new_log_folder
+from cluster.logs import new_log_folder, open_log
 from cluster.model import locate_model
 from cluster.plan import Model
 from cluster.programs import Programs
@@ -53,7 +55,7 @@ class Cluster:
         self._model = model
         self._programs = programs or Programs()
         self.log_folder = log_folder or new_log_folder(Path(config.cache_dir).expanduser(), config.cluster)
-        self._host: subprocess.Popen[bytes] | None = None
+        self._sentinel: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._received = b""
         self.footprint: Footprint | None = None
@@ -77,11 +79,11 @@ class Cluster:
 
     def stop(self, drain_s: float | None = None) -> None:
         """Running requests get `drain_s` (default: the config's) to finish. Idempotent."""
-        host, footprint = self._host, self.footprint
-        if host is None or footprint is None:
+        process, footprint = self._sentinel, self.footprint
+        if process is None or footprint is None:
             return
-        self._host = None
-        footprint.add_tree(host.pid)
+        self._sentinel = None
+        footprint.add_tree(process.pid)
         deadlines = self.config.deadlines
         with contextlib.suppress(OSError, Unavailable):
             self._send({"call": "stop", "drain_s": deadlines.drain_s if drain_s is None else drain_s})
@@ -89,17 +91,17 @@ class Cluster:
         if self._socket is not None:
             self._socket.close()
         try:
-            host.wait(_EXIT_S)
+            process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
-            host.kill()
-            host.wait()
+            process.kill()
+            process.wait()
         footprint.clear()
 
     def wait(self) -> int:
         """Blocks until the host ends by itself, which it should not; returns its exit code."""
-        if self._host is None:
+        if self._sentinel is None:
             raise Unavailable("the cluster does not run")
-        return self._host.wait()
+        return self._sentinel.wait()
 
     def _start(self) -> None:
         check_port_free(self.config.router.host, self.config.router.http_port)
@@ -125,9 +127,10 @@ class Cluster:
         environment = dict(os.environ) | host_environment(run_folder)
         if self._programs.python_path:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [self._programs.python_path, environment.get("PYTHONPATH", "")]))
-        with theirs, (self.log_folder / "cluster.log").open("ab") as output:
-            self._host = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cluster.host", str(theirs.fileno())],
+        host = [sys.executable, "-P", "-m", "cluster.host", str(theirs.fileno())]
+        with theirs, open_log(self.log_folder / "cluster.log") as output:
+            self._sentinel = subprocess.Popen(
+                [sys.executable, "-S", sentinel.__file__, str(run_folder), *host],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -136,6 +139,7 @@ class Cluster:
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which then stops the host in order
             )
         self._socket = ours
+        (run_folder / "sentinel.pid").write_text(str(self._sentinel.pid))
         self._received = b""
 
     # ---- ask ------------------------------------------------------------------------------------------------------------------------

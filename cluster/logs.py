@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 _KEEP = 5
 
@@ -22,12 +23,15 @@ def new_log_folder(cache_dir: Path, cluster: str) -> Path:
     return folder
 
 
+def open_log(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+
+
 def log_to(path: str, level: str) -> None:
     """Everything that this process writes, crashes of native code included, into one private file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    with open_log(Path(path)) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s %(message)s"))
     logging.basicConfig(handlers=[handler], level=level, force=True)

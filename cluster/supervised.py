@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from cluster import tether
+from cluster.logs import open_log
 from protocol.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Supervised:
         await self._end(grace_s)
 
     async def _launch(self) -> None:
-        with self._log_path.open("ab") as output:
+        with open_log(self._log_path) as output:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-S", tether.__file__, str(os.getpid()), *self._command()),
                 stdin=asyncio.subprocess.DEVNULL,
