@@ -5,10 +5,13 @@ Contract, checked for every row of TRANSPORTS by tests/contract/test_transport.p
 - `write` and `read` block until all bytes have moved and are visible at the target, or raise: PeerGone, TransferTimeout or TransferFailed. Call them from
   a worker thread: the GIL is released while bytes move. After a raise the destination's content is undefined.
 - No order holds between two transfers; the caller guards overlapping writes.
+- After PeerGone the peer is no longer connected; after TransferTimeout it still is.
+- After any raise nothing lands in the local arena any more. In the peer's arena bytes of a `write` that raised TransferTimeout may still land where
+  `writes_may_land_late`, until this process ends: its target must not be used again before that.
 - The passive side runs no code of its own, except while `needs_progress`: then its owner calls `progress` every millisecond or two while a peer may
   transfer, and never otherwise.
 - `connect` and `disconnect` are idempotent. Identity is the peer's name (which carries its generation), never its address.
-- `close` leaves nothing behind: no thread, socket, file or shared memory.
+- `close` leaves nothing behind: no thread, socket, file or shared memory. The arena's memory goes with the last view of it.
 """
 
 from collections.abc import Sequence
@@ -20,6 +23,7 @@ import numpy.typing as npt
 
 from protocol.errors import ConfigError
 from transport.config import TransportConfig
+from transport.counters import TransferCounters
 
 
 class Span(NamedTuple):
@@ -34,6 +38,8 @@ class Endpoint(Protocol):
     name: str
     arena: npt.NDArray[np.uint8]
     needs_progress: bool
+    writes_may_land_late: bool
+    counters: TransferCounters
 
     @property
     def metadata(self) -> bytes:
@@ -67,7 +73,7 @@ TRANSPORTS = {
 
 
 def open_endpoint(config: TransportConfig, name: str, arena_bytes: int) -> Endpoint:
-    """An endpoint called `name` over a fresh, zeroed, resident arena of `arena_bytes`. Raises ConfigError for an unknown backend or one that cannot work here."""
+    """An endpoint called `name` over a fresh, zeroed, resident arena. Raises ConfigError for an unknown backend or one that cannot work here."""
     try:
         module, _, attribute = TRANSPORTS[config.backend].partition(":")
     except KeyError:
