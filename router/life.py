@@ -16,7 +16,7 @@ from protocol.errors import DeadlineExceeded, HeadraceError, Overloaded, StoreLo
 from protocol.instants import Instant
 from protocol.request import GenerationRequest
 from router.config import RouterConfig
-from router.link import Dispatch
+from router.link import Dispatch, WorkerLink
 from router.membership import Membership
 from router.metrics import RouterMetrics
 from router.placement import Placement, RoutingRequest
@@ -79,6 +79,7 @@ class Life:
         self._dispatch: Dispatch | None = None
         self._side: Side | None = None
         self._dispatches: list[Dispatch] = []
+        self._expected_at: WorkerLink | None = None  # where the decode will go when the prefill is done
         self._expired = False
 
     @property
@@ -170,13 +171,23 @@ class Life:
         store = self._spine.membership.view().store_of(decode.node)
         if store is None:
             raise StoreLost(f"the store of node {decode.node} is gone")
+        self._expect(self._spine.membership.link(decode.key))
         destination = pb.StoreAddress(name=store.name, generation=store.generation, address=store.address)
         return self._send("prefill", worker, pb.Prefill(request=self._next_request(), destination=destination))
 
     def _decode(self, worker: WorkerView) -> Dispatch:
+        self._expect(None)
         handoff, self._handoff = self._handoff, pb.Decode()
         handoff.request.CopyFrom(self._next_request())
         return self._send("decode", worker, handoff)
+
+    def _expect(self, link: WorkerLink | None) -> None:
+        """Count the decode to come where it will go, so that a burst does not see one idle worker many times."""
+        if self._expected_at is not None:
+            self._expected_at.expected -= 1
+        if link is not None:
+            link.expected += 1
+        self._expected_at = link
 
     def _next_request(self) -> pb.Request:
         self._attempt += 1
@@ -252,11 +263,11 @@ class Life:
 
     def _recover(self, error: HeadraceError) -> None:
         """Make the next turn place the request again, or raise."""
+        self._expect(None)
         side = self._side
         if self._dispatch is not None:
             self._dispatch.close()
             self._dispatch.abort()
-        was_handoff = self._placement is not None and self._placement.prefill is not None
         self._handoff, self._placement, self._dispatch, self._side = pb.Decode(), None, None, None
         self._failures += 1
         self._last_error = error
@@ -265,8 +276,8 @@ class Life:
         self.timeline.add_failure(error, side, time.time())
         if not error.retryable or side is None or isinstance(error, DeadlineExceeded) or self._failures >= self._spine.config.max_attempts:
             raise error
-        if was_handoff and isinstance(error, TransferFailed | StoreLost):
-            self._handoff_broken = True
+        if side.phase == "prefill" and isinstance(error, TransferFailed | StoreLost):
+            self._handoff_broken = True  # not the worker's fault: the blocks have nowhere to go
         else:
             self._suspects.add((side.worker, side.generation))
         self._count_recovery(error)
@@ -294,6 +305,7 @@ class Life:
             dispatch.close()
 
     def _end(self) -> None:
+        self._expect(None)
         self._close(self._dispatch)
         if not self.finish_reason:
             for dispatch in self._dispatches:

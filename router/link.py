@@ -76,6 +76,7 @@ class WorkerLink:
         self.trouble = "not connected yet"
         self.status: pb.WorkerStatus | None = None
         self.sessions = 0
+        self.expected = 0  # decodes placed here whose prefill still runs elsewhere
         self._router = router
         self._token = token
         self._stall_s = stall_s
@@ -150,7 +151,7 @@ class WorkerLink:
             role=self.member.attributes.get("role", "both"),
             node=self.member.node,
             trouble=self._trouble(now),
-            sequences=max(status.running + status.waiting + self._sent_sequences, len(self._dispatches)),
+            sequences=max(status.running + status.waiting + self._sent_sequences, len(self._dispatches)) + self.expected,
             waiting_tokens=status.waiting_tokens + self._sent_tokens,
             steps=status.steps,
             blocks_total=status.blocks_total,

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class PromptTokenizer(Protocol):
-    """What the router asks of a tokenizer."""
+    """What the router asks of a tokenizer. `encode_chat` raises InvalidRequest when the model's template refuses the messages."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -170,10 +170,7 @@ class Inquiry:
             return tuple(tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens))
         if self.endpoint == "completion":
             return _token_ids(self.prompt, tokenizer.vocab_size, "prompt")
-        try:
-            return tuple(tokenizer.encode_chat([{"role": _ROLES[m.role], "content": _text(m)} for m in self.prompt if isinstance(m, Message)]))
-        except ValueError as error:  # the template's own refusal, such as of the order of roles
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", field="messages") from None
+        return tuple(tokenizer.encode_chat([{"role": _ROLES[m.role], "content": _text(m)} for m in self.prompt if isinstance(m, Message)]))
 
     @property
     def prompt_characters(self) -> int:

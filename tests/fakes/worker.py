@@ -1,0 +1,211 @@
+"""A worker without a model: a real gRPC data plane whose tokens are a pure function of the prompt and the position, with faults to switch on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from protocol import headrace_pb2 as pb
+from protocol.channel import VERSION, new_server, require_token
+from protocol.headrace_pb2_grpc import add_DataPlaneServicer_to_server
+from protocol.membership import Member
+
+TOKEN = "secret"
+
+
+def answer_token(prompt: list[int], position: int) -> int:
+    return (sum(prompt) * 31 + position * 17) % 251
+
+
+def answer_text(prompt: list[int], num_tokens: int) -> str:
+    return "".join(f"t{answer_token(prompt, position)} " for position in range(num_tokens))
+
+
+@dataclass
+class Faults:
+    """`die_after`: the process ends after so many tokens. `freeze_after`: nothing is said any more, heartbeats included. `wedge_after`: heartbeats go on,
+    steps do not. `error`: code of the error that answers a dispatch after `error_after` tokens. `times`: how many dispatches a fault hits."""
+
+    die_after: int | None = None
+    freeze_after: int | None = None
+    wedge_after: int | None = None
+    error: str | None = None
+    error_after: int = 0
+    times: int = 1_000_000
+
+
+@dataclass
+class FakeWorker:
+    name: str
+    role: str = "both"
+    node: str = "n0"
+    generation: int = 1
+    faults: Faults = field(default_factory=Faults)
+    token_s: float = 0.0
+    heartbeat_s: float = 0.05
+    version: int = VERSION
+    draining: bool = False
+    eos_after: int | None = None
+    late_report: bool = True
+    kv_pushed: bool = True
+    cached_tokens: int = 0
+    prefills: list[pb.Prefill] = field(default_factory=list)
+    decodes: list[pb.Decode] = field(default_factory=list)
+    aborts: list[pb.Abort] = field(default_factory=list)
+    address: str = ""
+    steps: int = 0
+    frozen: bool = False
+    wedged: bool = False
+
+    def __post_init__(self) -> None:
+        self._server: grpc.aio.Server | None = None
+        self._jobs: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._outboxes: set[asyncio.Queue[pb.WorkerMessage]] = set()
+        self._ending: list[asyncio.Task[None]] = []
+
+    @property
+    def running(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def member(self) -> Member:
+        return Member("worker", self.name, self.generation, self.address, self.node, {"role": self.role, "pid": "1"})
+
+    async def start(self, port: int = 0) -> "FakeWorker":
+        self._server = new_server()
+        add_DataPlaneServicer_to_server(self, self._server)  # type: ignore[arg-type]
+        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+        self.address = f"127.0.0.1:{port}"
+        return self
+
+    async def stop(self) -> None:
+        for job in list(self._jobs.values()):
+            job.cancel()
+        if self._server is not None:
+            await self._server.stop(0)
+        self._server = None
+
+    # ---- data plane ------------------------------------------------------------------------------------------------------
+
+    async def Connect(self, messages: AsyncIterator[pb.RouterMessage], context: Any) -> AsyncIterator[pb.WorkerMessage]:
+        await require_token(context, TOKEN)
+        assert (await anext(messages)).HasField("hello")
+        outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        self._outboxes.add(outbox)
+        reader = asyncio.create_task(self._read(messages, outbox))
+        try:
+            yield pb.WorkerMessage(
+                hello=pb.WorkerHello(version=self.version, name=self.name, generation=self.generation, role=self.role, node=self.node, revision="r")
+            )
+            while True:
+                message = await self._next(outbox)
+                while self.frozen:
+                    await asyncio.sleep(0.02)
+                yield message
+        finally:
+            reader.cancel()
+            self._outboxes.discard(outbox)
+            for job in list(self._jobs.values()):
+                job.cancel()
+
+    async def _next(self, outbox: "asyncio.Queue[pb.WorkerMessage]") -> pb.WorkerMessage:
+        try:
+            async with asyncio.timeout(self.heartbeat_s):
+                return await outbox.get()
+        except TimeoutError:
+            return pb.WorkerMessage(step=pb.Step(status=self.status()))
+
+    def status(self) -> pb.WorkerStatus:
+        return pb.WorkerStatus(
+            steps=self.steps,
+            running=self.running,
+            blocks_total=100,
+            blocks_free=100 - self.running,
+            draining=self.draining,
+            counters={"steps": self.steps, "Not A Name!": 1},
+        )
+
+    async def _read(self, messages: AsyncIterator[pb.RouterMessage], outbox: "asyncio.Queue[pb.WorkerMessage]") -> None:
+        async for message in messages:
+            kind = message.WhichOneof("body")
+            if kind == "abort":
+                self.aborts.append(message.abort)
+                job = self._jobs.pop((message.abort.request_id, message.abort.attempt), None)
+                if job is not None:
+                    job.cancel()
+            elif kind == "prefill":
+                self.prefills.append(message.prefill)
+                self._spawn(message.prefill.request, outbox, self._prefill(message.prefill, outbox))
+            elif kind == "decode":
+                self.decodes.append(message.decode)
+                self._spawn(message.decode.request, outbox, self._decode(message.decode, outbox))
+
+    def _spawn(self, request: pb.Request, outbox: "asyncio.Queue[pb.WorkerMessage]", work: Any) -> None:
+        key = (request.request_id, request.attempt)
+        self._jobs[key] = asyncio.create_task(work)
+        self._jobs[key].add_done_callback(lambda _: self._jobs.pop(key, None))
+
+    # ---- the two phases --------------------------------------------------------------------------------------------------
+
+    async def _prefill(self, message: pb.Prefill, outbox: "asyncio.Queue[pb.WorkerMessage]") -> None:
+        request = message.request
+        if await self._fault(request, 0, outbox):
+            return
+        prompt = list(request.prompt_tokens)
+        ends = "length" if request.sampling.max_tokens == 1 else "stop" if self.eos_after == 1 else "handoff"
+        row = self._token_row(request, 0, ends)
+        row.work.CopyFrom(pb.Work(computed_tokens=len(prompt), reused_device_tokens=self.cached_tokens))
+        row.instants.add(name="prefill_started", at=request.deadline - 100)
+        row.kv_pushed = self.kv_pushed and not self.late_report
+        self._say(outbox, row)
+        if ends == "handoff" and self.late_report:
+            await asyncio.sleep(0.01)
+            work = pb.Work(computed_tokens=len(prompt), reused_device_tokens=self.cached_tokens, pushed_blocks=2, pushed_bytes=2000, pushed_s=0.001, codec="raw")
+            self._say(outbox, pb.Row(request_id=request.request_id, attempt=request.attempt, work=work, kv_pushed=self.kv_pushed))
+
+    async def _decode(self, message: pb.Decode, outbox: "asyncio.Queue[pb.WorkerMessage]") -> None:
+        request = message.request
+        start = len(request.output_tokens)
+        last = min(request.sampling.max_tokens, self.eos_after or 1_000_000)
+        for position in range(start, last):
+            if await self._fault(request, position, outbox):
+                return
+            ends = "" if position + 1 < last else "stop" if self.eos_after == last else "length"
+            row = self._token_row(request, position, ends)
+            if ends:
+                handed = len(request.prompt_tokens) if message.handoff_attempt else 0
+                row.work.CopyFrom(pb.Work(reused_store_tokens=handed, handoff_tokens=handed, reused_device_tokens=0 if handed else self.cached_tokens))
+            self._say(outbox, row)
+            await asyncio.sleep(self.token_s)
+
+    def _token_row(self, request: pb.Request, position: int, ends: str) -> pb.Row:
+        token = answer_token(list(request.prompt_tokens), position)
+        return pb.Row(request_id=request.request_id, attempt=request.attempt, tokens=[token], text=f"t{token} ", finish_reason=ends)
+
+    def _say(self, outbox: "asyncio.Queue[pb.WorkerMessage]", row: pb.Row) -> None:
+        self.steps += 1
+        outbox.put_nowait(pb.WorkerMessage(step=pb.Step(rows=[row], status=self.status())))
+
+    async def _fault(self, request: pb.Request, position: int, outbox: "asyncio.Queue[pb.WorkerMessage]") -> bool:
+        faults = self.faults
+        if faults.times <= 0:
+            return False
+        if faults.die_after is not None and position >= faults.die_after:
+            await asyncio.sleep(0.02)  # what was said is on the wire
+            self._ending.append(asyncio.create_task(self.stop()))
+            return True
+        if faults.freeze_after is not None and position >= faults.freeze_after:
+            self.frozen = True
+        if faults.wedge_after is not None and position >= faults.wedge_after:
+            self.wedged = True
+        if faults.error is not None and position >= faults.error_after:
+            faults.times -= 1
+            row = pb.Row(request_id=request.request_id, attempt=request.attempt, finish_reason="error", error_code=faults.error, error_message="as told")
+            self._say(outbox, row)
+            return True
+        while self.frozen or self.wedged:
+            await asyncio.sleep(0.02)
+        return False
