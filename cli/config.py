@@ -1,6 +1,6 @@
 """Reads the one typed file: YAML, then `--set a.b=c`, then the checks. Owns the words of every refusal; knows nothing of running clusters.
 
-Invariant: a HeadraceConfig that `load` returns can start on this machine as far as one can tell without starting it.
+Invariant: a HeadraceConfig that `load_config` returns can start on this machine as far as one can tell without starting it.
 """
 
 import difflib
@@ -22,12 +22,14 @@ _ROOT = type_info(HeadraceConfig)
 _ENGINE = type_info(EngineConfig)
 
 
-def load(path: Path, settings: Sequence[str] = (), cores: Iterable[int] | None = None) -> HeadraceConfig:
+def load_config(path: Path | str, settings: Sequence[str] = (), cores: Iterable[int] | None = None) -> HeadraceConfig:
     """The file at `path` with `settings` ("a.b=c") on top. `cores`: this machine's, for the checks. Raises ConfigError, which names the full path."""
     try:
-        text = path.read_text()
+        text = Path(path).read_text()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not text") from None
     return parse(text, settings, source=str(path), cores=cores)
 
 

@@ -3,7 +3,9 @@
 Invariant: a private Ray dies with the thread that called `start`, which must live as long as the process.
 """
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +34,7 @@ class RayRuntime:
         if self._entry.address is not None:
             ray.init(address=self._entry.address, namespace=self._namespace, log_to_driver=False, configure_logging=False)
             return
-        ray.init(
-            address="local",
-            namespace=self._namespace,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            num_cpus=self._entry.logical_cpus,
-            object_store_memory=self._entry.object_store_bytes,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(self._folder),
-            _system_config=dict(_SYSTEM_CONFIG),
-        )
+        _start_private(self._namespace, self._entry, self._folder)
 
     def start_controller(self, plan: Plan) -> None:
         options = ray.remote(Controller).options(
@@ -71,3 +62,35 @@ class RayRuntime:
             ray.kill(self._controller, no_restart=True)
             self._controller = None
         ray.shutdown()
+
+
+def _start_private(namespace: str, entry: RayEntry, folder: Path) -> None:
+    ray.init(
+        address="local",
+        namespace=namespace,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        num_cpus=entry.logical_cpus,
+        object_store_memory=entry.object_store_bytes,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=str(folder),
+        _system_config=dict(_SYSTEM_CONFIG),
+    )
+
+
+class _Empty:
+    def ready(self) -> None: ...
+
+
+@contextlib.contextmanager
+def empty_actors(count: int) -> Iterator[None]:
+    """A private Ray like a cluster's, with `count` actors that do nothing: what Ray itself costs (bench.idle)."""
+    with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
+        _start_private("empty", RayEntry(), Path(folder) / "ray")
+        actors = [ray.remote(_Empty).options(num_cpus=1).remote() for _ in range(count)]
+        ray.get([actor.ready.remote() for actor in actors])
+        try:
+            yield
+        finally:
+            ray.shutdown()
