@@ -51,7 +51,7 @@ def _plain_message(message: Any, field: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{field} must be an object with role and content", field=field)
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequest(f"{field}.role must be one of {', '.join(sorted(ROLES))}", field=f"{field}.role")
     plain = {str(name): value for name, value in message.items() if value is not None}
     if "content" in plain:
