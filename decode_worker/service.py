@@ -11,13 +11,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from kvstore.mover import BlockMover, PoolBlock
-from kvstore.session import StoreSession
-
 from engine.engine import Admitted, Chunk, Engine, Event, Exported, Failed, Load
 from engine.scheduler import LoadItem
 from engine.sequence import Export, Sequence, SequenceKey, Submission
 from kvstore.hashing import hold_name, private_hash
+from kvstore.mover import BlockMover, PoolBlock
+from kvstore.session import StoreSession
 from protocol import headrace_pb2 as pb
 from protocol.errors import HeadraceError
 from protocol.instants import Instant
@@ -155,15 +154,8 @@ class DecodeJob:
             log.warning("KV load failed, computing instead: %s", error.code)
         finally:
             self._service.engine.loaded(self.key, good)
-        await self._forget(session)
-
-    async def _forget(self, session: StoreSession | None) -> None:
-        """The blocks are here: the store need not hold them for this request any more."""
-        try:
-            if session is not None and self._is_handoff:
-                await session.forget(self._hold)
-        except HeadraceError as error:
-            log.info("the store will forget by itself: %s", error.code)
+        if session is not None and self._is_handoff and not session.lost:
+            session.post(pb.StoreRequest(forget=pb.Forget(request_id=self._hold)))  # the blocks are here: the store need not hold them any more
 
     async def _write_back(self, items: list[LoadItem]) -> None:
         try:

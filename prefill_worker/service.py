@@ -10,13 +10,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from kvstore.mover import BlockMover, PoolBlock, PushPlan
-from kvstore.session import StoreAddress, StoreSession, StoreSessions
-
 from engine.engine import Admitted, Chunk, Engine, Event, Exported, Failed, Load
 from engine.scheduler import LoadItem
 from engine.sequence import Export, Sequence, SequenceKey, Submission
 from kvstore.hashing import BlockHash, hold_name, private_hash
+from kvstore.mover import BlockMover, PoolBlock, PushPlan
+from kvstore.session import StoreAddress, StoreSession, StoreSessions
 from protocol import headrace_pb2 as pb
 from protocol.errors import HeadraceError
 from protocol.instants import Instant
@@ -141,7 +140,7 @@ class PrefillJob:
         committed: set[BlockHash] = set()
         plan: PushPlan | None = None
         try:
-            session = await self._service.sessions.get(self._destination)
+            session = await self._service.sessions.get(self._destination, self._request.deadline)
             keys = [pb.BlockKey(hash=block_hash, length=self._service.mover.block_bytes) for block_hash in hashes]
             if self._private is not None:
                 keys.append(pb.BlockKey(hash=self._private, length=self._service.mover.block_bytes, private=True))
@@ -159,8 +158,8 @@ class PrefillJob:
 
     async def _forget(self) -> None:
         try:
-            session = await self._service.sessions.get(self._destination)
-            await session.forget(self._hold)
+            session = await self._service.sessions.get(self._destination, self._request.deadline)
+            session.post(pb.StoreRequest(forget=pb.Forget(request_id=self._hold)))
         except HeadraceError as error:
             log.info("the destination will forget by itself: %s", error.code)
 

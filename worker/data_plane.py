@@ -8,7 +8,7 @@ Invariants: a job belongs to the stream that started it and ends with it; an eve
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -35,7 +35,9 @@ class Job(Protocol):
 
 
 class PhaseService(Protocol):
-    def start(self, message: pb.Prefill | pb.Decode, emit: Callable[[pb.Row], None]) -> Job: ...
+    def start(self, message: Any, emit: Callable[[pb.Row], None]) -> Job:
+        """`message`: the phase's own, pb.Prefill or pb.Decode."""
+        ...
 
 
 class RouterStream:
@@ -94,7 +96,7 @@ class DataPlane:
             if owned is not None:
                 owned[0].handle(event)
 
-    async def Connect(self, messages: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.WorkerMessage]:  # type: ignore[type-arg]
+    async def Connect(self, messages: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.WorkerMessage]:
         await require_token(context, self._token)
         first = await anext(messages, None)
         if first is None or not version_accepted(first.hello.version):

@@ -15,16 +15,16 @@ from typing import Any
 
 import msgspec
 import torch
-from engine.batch import Batch
-from engine.model_config import ModelConfig
-from engine.tokenizer import Tokenizer
-from kvstore.mover import BlockMover
-from kvstore.session import StoreAddress, StoreSession, StoreSessions
 from redis.asyncio import Redis
 
 from decode_worker.service import DecodeService
+from engine.batch import Batch
 from engine.engine import Engine, Event
+from engine.model_config import ModelConfig
 from engine.runner import Runner, open_runner
+from engine.tokenizer import Tokenizer
+from kvstore.mover import BlockMover
+from kvstore.session import StoreAddress, StoreSession, StoreSessions
 from prefill_worker.service import PrefillService
 from protocol import headrace_pb2 as pb
 from protocol import headrace_pb2_grpc as rpc
@@ -33,11 +33,12 @@ from protocol.errors import HeadraceError, RegistryLost
 from protocol.membership import Member, Registry, new_generation
 from transport.endpoint import open_endpoint
 from worker.config import WorkerConfig
-from worker.data_plane import DataPlane
+from worker.data_plane import DataPlane, PhaseService
 
 log = logging.getLogger(__name__)
 HANDOFF_WAIT_S = 5.0
 STAGING_SLOTS = 16
+CONNECT_S = 2.0
 
 
 class WorkerProcess:
@@ -60,7 +61,7 @@ class WorkerProcess:
         num_blocks = config.engine.kv_cache_bytes // layout.block_bytes
         self._salt = f"{config.revision}/{layout.fingerprint}"
         self._endpoint = open_endpoint(config.transport, f"{config.name}#{self._generation}", BlockMover.arena_bytes(layout, num_blocks, STAGING_SLOTS))
-        self._mover = BlockMover(self._endpoint, layout, num_blocks, config.store.codec, STAGING_SLOTS)
+        self._mover = BlockMover(self._endpoint, layout, num_blocks, config.store.codec, STAGING_SLOTS, config.transport.backend)
         runner = open_runner(config.engine, Path(config.model_path), model, self._mover.pool)
         warm_up(runner)
         self._engine = Engine(config.engine, num_blocks, runner, Tokenizer(Path(config.model_path)), self._salt, self._deliver)
@@ -101,17 +102,17 @@ class WorkerProcess:
         config = self._config
         self._redis = Redis.from_url(config.redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
         self._registry = Registry(self._redis, config.cluster)
-        self._sessions = StoreSessions(self._endpoint, self._generation, self._layout, config.token)
+        self._sessions = StoreSessions(token=config.token, endpoint=self._endpoint, generation=self._generation, layout=self._layout)
         self._local = LocalStore(self._registry, self._sessions, config.node)
         block_tokens = config.engine.block_tokens
-        services = {
+        services: dict[str, PhaseService] = {
             "prefill": PrefillService(self._engine, self._mover, self._sessions, self._local.session, block_tokens),
             "decode": DecodeService(self._engine, self._mover, self._local.session, block_tokens, HANDOFF_WAIT_S),
         }
         hello = pb.WorkerHello(version=VERSION, name=config.name, generation=self._generation, role=config.role, node=config.node, revision=config.revision)
         self._plane = DataPlane(services, hello, self._worker_status, config.token)
         self._server = new_server()
-        rpc.add_DataPlaneServicer_to_server(self._plane, self._server)
+        rpc.add_DataPlaneServicer_to_server(self._plane, self._server)  # type: ignore[arg-type]
         port = self._server.add_insecure_port(f"{config.host}:{config.port}")
         await self._server.start()
         attributes = {
@@ -181,7 +182,7 @@ class LocalStore:
         if self._address is None:
             return None
         try:
-            return await self._sessions.get(self._address)
+            return await self._sessions.get(self._address, time.time() + CONNECT_S)
         except HeadraceError as error:
             log.info("the node's store is away: %s", error.code)
             self._address = None
@@ -194,7 +195,7 @@ class LocalStore:
             if member.node == self._node:
                 self._address = address
             try:
-                await self._sessions.get(address)
+                await self._sessions.get(address, time.time() + CONNECT_S)
             except HeadraceError as error:
                 log.info("store %s cannot be reached: %s", member.name, error.code)
 
