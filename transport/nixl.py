@@ -22,7 +22,7 @@ from transport.endpoint import Span
 from transport.metadata import decode_metadata, encode_metadata
 from transport.nixl_agent import NixlAgent, descriptors
 from transport.nixl_staging import StagedReads
-from transport.process import ProcessIdentity, ProcessWatch, this_process, watch
+from transport.process import ProcessIdentity, ProcessWatch, identify, watch
 from transport.spans import SpanTable, check_spans
 
 # `nixl` picks the build for the CUDA found beside it and refuses when that one is missing; any installed build serves host memory.
@@ -72,7 +72,7 @@ class NixlEndpoint:
         self._agent = NixlAgent(*_import_nixl(config), name, config.ucx_error_mode)
         self._agent.register(self.arena)
         self._wire = f"{config.ucx_tls} {config.ucx_error_mode}"
-        address = NixlAddress(name=name, process=this_process(), wire=self._wire, agent=self._agent.metadata(), base=self._base, arena_bytes=arena_bytes)
+        address = NixlAddress(name=name, process=identify(os.getpid()), wire=self._wire, agent=self._agent.metadata(), base=self._base, arena_bytes=arena_bytes)
         self._metadata = encode_metadata(address)
         self._staged_reads = StagedReads(self._agent, self.arena) if self.needs_progress else None
 

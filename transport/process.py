@@ -17,8 +17,8 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     start_ticks: int
 
 
-def this_process() -> ProcessIdentity:
-    pid = os.getpid()
+def identify(pid: int) -> ProcessIdentity:
+    """A running process of this pid namespace."""
     return ProcessIdentity(namespace=_namespace(), pid=pid, start_ticks=_start_ticks(pid))
 
 

@@ -3,6 +3,7 @@
 Invariant: a peer's memory outlives the peer as long as it is mapped here, so only the process watch tells that the peer is gone: it is asked before and after.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from transport.counters import Direction, TransferCounters
 from transport.deadline import held, remaining
 from transport.endpoint import Span
 from transport.metadata import decode_metadata, encode_metadata
-from transport.process import ProcessIdentity, ProcessWatch, this_process, watch
+from transport.process import ProcessIdentity, ProcessWatch, identify, watch
 from transport.spans import SpanTable, check_spans
 
 # The deadline is looked at between pieces: a millisecond of copying.
@@ -54,7 +55,7 @@ class ShmEndpoint:
         self.arena = self._shared.array
         self._peers: dict[str, _Peer] = {}
         self._peers_lock = threading.RLock()  # taken before a peer's lock, never inside it
-        address = ShmAddress(name=name, process=this_process(), fd=self._shared.fd, token=self._shared.token, arena_bytes=arena_bytes)
+        address = ShmAddress(name=name, process=identify(os.getpid()), fd=self._shared.fd, token=self._shared.token, arena_bytes=arena_bytes)
         self._metadata = encode_metadata(address)
 
     @property
