@@ -5,6 +5,7 @@ A new stream to a store opens only when no write that began on the last one is s
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from protocol.channel import VERSION, credentials, open_channel, version_accepte
 from protocol.errors import DeadlineExceeded, HeadraceError, StoreLost, TransferFailed, error_from_code
 from protocol.headrace_pb2_grpc import StoreControlStub
 from transport.endpoint import Endpoint
-from transport.process import this_process
+from transport.process import identify
 
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[pb.StoreRequest, pb.StoreReply]"
 
@@ -62,7 +63,7 @@ class StoreSession:
         cls, address: StoreAddress, *, token: str, endpoint: Endpoint, generation: int, layout: BlockLayout, deadline: float
     ) -> "StoreSession":
         """Raises StoreLost, LayoutMismatch, TransferFailed or DeadlineExceeded."""
-        process = this_process()
+        process = identify(os.getpid())
         hello = pb.StoreHello(
             version=VERSION,
             client=endpoint.name,

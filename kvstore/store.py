@@ -97,6 +97,9 @@ class NodeStore:
         block = self._index.get(block_hash)
         return block is not None and acceptable(block.fidelity, fidelity)
 
+    def block(self, block_hash: BlockHash) -> Block | None:
+        return self._index.get(block_hash)
+
     def pending(self, block_hash: BlockHash) -> bool:
         """Whether a writer may still commit it."""
         return self._writers[block_hash] > 0
