@@ -45,9 +45,12 @@ class ModelConfig:
         """Of a folder with a config.json. Raises ConfigError: unreadable, or a model that we do not compute."""
         path = folder / "config.json"
         try:
-            return ModelConfig.parse(json.loads(path.read_text()))
+            raw = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: not a model configuration: {error}") from error
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path}: not a model configuration: no object")
+        return ModelConfig.parse(raw)
 
     @staticmethod
     def parse(raw: dict[str, Any]) -> "ModelConfig":

@@ -35,6 +35,24 @@ constexpr int SCORE_VECTORS = TILE_TOKENS / W;
 
 inline int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
 
+// The next tile's cache lines, asked for a few at a time between other work, so that memory and arithmetic overlap.
+struct Ahead {
+    const char *at = nullptr, *keys_end = nullptr, *values = nullptr, *end = nullptr;
+
+    void begin(const void* keys, int64_t plane_bytes, int64_t tile_bytes) {
+        at = (const char*)keys;
+        keys_end = at + tile_bytes;
+        values = at + plane_bytes;
+        end = values + tile_bytes;
+    }
+    void some() {
+        for (int n = 8; n > 0 && at < end; --n, at += 64) {
+            if (at == keys_end) at = values;
+            __builtin_prefetch(at);
+        }
+    }
+};
+
 // Where a unit keeps its state; all of it in one aligned piece of memory.
 struct Scratch {
     uint32_t* keys;           // [steps of D][TILE_TOKENS]
@@ -45,6 +63,7 @@ struct Scratch {
     float* acc;               // [rows][padded D]
     float* maxima;            // [rows]
     float* corrections;       // [rows]
+    Ahead ahead;
 
     static size_t bytes(int64_t rows, int64_t dim) {
         return size_t(4) * (2 * TILE_TOKENS * padded_dim(dim) + rows * (2 * padded_dim(dim) + TILE_TOKENS + 16 + 2) + 32);
@@ -93,12 +112,14 @@ inline void transpose_16x16(const uint32_t* in, int64_t in_stride, uint32_t* out
 #endif
 
 // keys[step][token] = in[token][step], in rows of `steps` items of 32 bits.
-inline void transpose_keys(const uint32_t* in, int64_t steps, uint32_t* keys) {
+inline void transpose_keys(const uint32_t* in, int64_t steps, uint32_t* keys, Ahead& ahead) {
     int64_t step = 0;
 #if defined(__AVX512F__)
     for (; step + 16 <= steps; step += 16)
-        for (int token = 0; token < TILE_TOKENS; token += 16)
+        for (int token = 0; token < TILE_TOKENS; token += 16) {
             transpose_16x16(in + token * steps + step, steps, keys + step * TILE_TOKENS + token, TILE_TOKENS);
+            ahead.some();
+        }
 #endif
     for (; step < steps; ++step)
         for (int token = 0; token < TILE_TOKENS; ++token) keys[step * TILE_TOKENS + token] = in[token * steps + step];
@@ -116,27 +137,29 @@ inline void widen(const uint16_t* in, int64_t n, float* out) {
 
 // Values of tokens past `valid` read as 0: a slot that nobody wrote may hold anything, NaN too.
 template <class T> void pack_keys(FloatLanes, const T* in, int64_t dim, Scratch& s) {
-    if (sizeof(T) == 4) return transpose_keys((const uint32_t*)in, dim, s.keys);
+    if (sizeof(T) == 4) return transpose_keys((const uint32_t*)in, dim, s.keys, s.ahead);
     float* wide = (float*)s.values;  // free until the values are packed
     widen(in, TILE_TOKENS * dim, wide);
-    transpose_keys((const uint32_t*)wide, dim, s.keys);
+    transpose_keys((const uint32_t*)wide, dim, s.keys, s.ahead);
 }
 template <class T> void pack_values(FloatLanes, const T* in, int64_t dim, int valid, Scratch& s) {
     int64_t width = padded_dim(dim);
     for (int token = 0; token < TILE_TOKENS; ++token) {
         float* out = (float*)s.values + token * width;
+        s.ahead.some();
         if (token < valid) widen(in + token * dim, dim, out);
         for (int64_t d = token < valid ? dim : 0; d < width; ++d) out[d] = 0.f;
     }
 }
 
 #if defined(__AVX512BF16__)
-inline void pack_keys(PairLanes, const uint16_t* in, int64_t dim, Scratch& s) { transpose_keys((const uint32_t*)in, dim / 2, s.keys); }
+inline void pack_keys(PairLanes, const uint16_t* in, int64_t dim, Scratch& s) { transpose_keys((const uint32_t*)in, dim / 2, s.keys, s.ahead); }
 inline void pack_values(PairLanes, const uint16_t* in, int64_t dim, int valid, Scratch& s) {
     int64_t width = padded_dim(dim);
     for (int token = 0; token < TILE_TOKENS; token += 2) {
         const uint16_t *even = in + token * dim, *odd = even + dim;
         uint32_t* out = s.values + token / 2 * width;
+        s.ahead.some();
         for (int64_t d = 0; d < dim; d += 16) {
             __mmask16 lanes = dim - d >= 16 ? 0xffff : __mmask16((1u << (dim - d)) - 1);
             __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(token < valid ? lanes : 0, even + d));
@@ -151,6 +174,7 @@ inline void pack_values(PairLanes, const uint16_t* in, int64_t dim, int valid, S
 
 // Softmax state of one row after one more tile: p holds the scores, then the probabilities (not yet divided by their sum).
 template <class Lanes> void update_row(F* p, int visible, float scale, int row, Scratch& s) {
+    s.ahead.some();
     F largest = Simd::set1(-__builtin_inff());
     for (int i = 0; i < SCORE_VECTORS; ++i) {
         p[i] = Simd::mul(p[i], Simd::set1(scale));
@@ -225,13 +249,6 @@ template <class Lanes, int R> void values_from(int row, int rows, int64_t dim, i
 
 constexpr int MAX_ROWS = 256;
 
-template <class T> inline void prefetch_tile(const T* keys, const T* values, int64_t dim) {
-    for (int64_t byte = 0; byte < TILE_TOKENS * dim * int64_t(sizeof(T)); byte += 64) {
-        __builtin_prefetch((const char*)keys + byte);
-        __builtin_prefetch((const char*)values + byte);
-    }
-}
-
 template <class T, class Lanes> void attend_tile(const T* keys, const T* values, int valid, int first, const int* visible, int rows,
                                                 const uint32_t* const* q, int64_t dim, float scale, Scratch& s) {
     pack_keys(Lanes(), keys, dim, s);
@@ -282,10 +299,7 @@ template <class T, class Lanes> void attend(const AttentionArgs& a, const Attent
             if (seen <= 0) first = row + 1;
         }
         const T* keys = tile_at(start);
-        if (start + TILE_TOKENS < context) {
-            const T* next = tile_at(start + TILE_TOKENS);
-            prefetch_tile(next, next + tokens * dim, dim);
-        }
+        if (start + TILE_TOKENS < context) s.ahead.begin(tile_at(start + TILE_TOKENS), tokens * dim * int64_t(sizeof(T)), TILE_TOKENS * dim * int64_t(sizeof(T)));
         int valid = context - start < TILE_TOKENS ? int(context - start) : TILE_TOKENS;
         attend_tile<T, Lanes>(keys, keys + tokens * dim, valid, first, visible, rows, q, dim, a.scale * LOG2E, s);
     }
