@@ -133,23 +133,13 @@ def _signals_raise() -> Iterator[None]:
 def main() -> None:
     started = time.monotonic()
     try:
-        app(standalone_mode=False)
+        app()
     except (ConfigError, InvalidRequest) as error:
         err.print(f"headrace: {error.message}", soft_wrap=True, markup=False)
         sys.exit(2)
     except HeadraceError as error:
         err.print(f"headrace: {error.message} ({error.code} after {time.monotonic() - started:.0f} s)", soft_wrap=True, markup=False)
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except Exception as error:
-        show = getattr(error, "show", None)  # click's own refusals know how to print themselves
-        if show is None:
-            raise
-        show()
-        sys.exit(2)
 
 
 if __name__ == "__main__":
