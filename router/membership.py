@@ -38,7 +38,6 @@ class Membership:
         self._tasks: list[asyncio.Task[None]] = []
         self.registry_failures = 0
         self.registry_lost = False
-        self.dropped: list[WorkerKey] = []  # since the last `take_dropped`
 
     async def start(self) -> None:
         self._tasks = [
@@ -74,10 +73,6 @@ class Membership:
             return False
         return True
 
-    def take_dropped(self) -> list[WorkerKey]:
-        dropped, self.dropped = self.dropped, []
-        return dropped
-
     # ---- the registry ----------------------------------------------------------------------------------------------------
 
     async def refresh(self) -> None:
@@ -90,7 +85,6 @@ class Membership:
                 self._links[key].start()
         for key in [key for key, link in self._links.items() if key not in workers and not link.connected]:
             log.info("worker %s, generation %d, is gone", *key)
-            self.dropped.append(key)
             await self._links.pop(key).close()
         now = time.monotonic()
         self._stores.update({member.name: (member, now) for member in members if member.kind == "store"})

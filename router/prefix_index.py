@@ -1,6 +1,6 @@
 """Which blocks each worker should have, from where this router sent them. Bounded; an expectation, never a promise. Knows nothing of tokens or streams.
 
-Invariant: at most `capacity` hashes; the least recently used goes first.
+Invariant: at most `capacity` hashes; the least recently used goes first. A worker that is gone needs no word: its key never comes back.
 """
 
 from collections import OrderedDict
@@ -34,10 +34,3 @@ class PrefixIndex:
                 break
             found.update(dict.fromkeys(holders, index + 1))
         return found
-
-    def forget(self, worker: WorkerKey) -> None:
-        """A worker that is gone took its blocks along."""
-        for block in [block for block, workers in self._workers.items() if worker in workers]:
-            del self._workers[block][worker]
-            if not self._workers[block]:
-                del self._workers[block]

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import uvicorn
 from fakes.tokenizer import ByteTokenizer
@@ -17,6 +17,12 @@ from router.membership import Membership
 from router.process import new_service
 
 MODEL = "fake-model"
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  what tests wait for has no event
+            await asyncio.sleep(0.01)
 
 
 class FakeRegistry:
@@ -49,15 +55,12 @@ class FakeCluster:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].partition(" ")[0] == name)
 
     async def until_healthy(self, num_workers: int) -> None:
-        async with asyncio.timeout(10):
-            while sum(worker.healthy for worker in self.membership.view().workers) != num_workers:
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(worker.healthy for worker in self.membership.view().workers) == num_workers)
 
     async def until_quiet(self) -> None:
         """No job anywhere, no dispatch open."""
-        async with asyncio.timeout(10):
-            while any(worker.running for worker in self.workers.values()) or any(link.num_dispatches for link in self.membership.links()):
-                await asyncio.sleep(0.01)
+        links, workers = self.membership.links(), self.workers.values()
+        await until(lambda: not any(worker.running for worker in workers) and not any(link.num_dispatches for link in links))
 
 
 @contextlib.asynccontextmanager

@@ -102,7 +102,7 @@ class FakeWorker:
             )
             while True:
                 message = await self._next(outbox)
-                while self.frozen:
+                while self.frozen:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
                 yield message
         finally:
@@ -163,7 +163,9 @@ class FakeWorker:
         self._say(outbox, row)
         if ends == "handoff" and self.late_report:
             await asyncio.sleep(0.01)
-            work = pb.Work(computed_tokens=len(prompt), reused_device_tokens=self.cached_tokens, pushed_blocks=2, pushed_bytes=2000, pushed_s=0.001, codec="raw")
+            work = pb.Work(
+                computed_tokens=len(prompt), reused_device_tokens=self.cached_tokens, pushed_blocks=2, pushed_bytes=2000, pushed_s=0.001, codec="raw"
+            )
             self._say(outbox, pb.Row(request_id=request.request_id, attempt=request.attempt, work=work, kv_pushed=self.kv_pushed))
 
     async def _decode(self, message: pb.Decode, outbox: "asyncio.Queue[pb.WorkerMessage]") -> None:
@@ -206,6 +208,6 @@ class FakeWorker:
             row = pb.Row(request_id=request.request_id, attempt=request.attempt, finish_reason="error", error_code=faults.error, error_message="as told")
             self._say(outbox, row)
             return True
-        while self.frozen or self.wedged:
+        while self.frozen or self.wedged:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return False

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fakes.cluster import MODEL, FakeCluster, cluster, served
+from fakes.cluster import MODEL, cluster, served, until
 from fakes.worker import FakeWorker, Faults, answer_text
 
 PROMPT = "Hello there, this is a prompt."
@@ -18,7 +18,12 @@ CHAT_TOKENS = [256, *f"user: {PROMPT}\n".encode()]
 
 
 def client(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=20, http_client=web())
+
+
+def web(timeout: float | httpx.Timeout = 20) -> httpx.AsyncClient:
+    """Without reading the machine's certificates, which takes longer than most of these tests."""
+    return httpx.AsyncClient(timeout=timeout, verify=False)
 
 
 def pair(**decode: Any) -> list[FakeWorker]:
@@ -60,7 +65,7 @@ async def test_completion_whole_and_stream() -> None:
 
 
 async def test_the_wire_form_of_a_stream() -> None:
-    async with cluster(pair()) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster(pair()) as made, served(made) as url, web() as http:
         reply = await http.post(
             f"{url}/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "stream": True}, headers={"x-request-id": "my-id"}
         )
@@ -86,7 +91,7 @@ async def test_the_wire_form_of_a_stream() -> None:
 )
 async def test_refusals(path: str, content: Any, status: int, param: str | None, code: str | None) -> None:
     raw = content if isinstance(content, bytes) else json.dumps(content).encode()
-    async with cluster(pair(), max_body_bytes=100_000) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster(pair(), max_body_bytes=100_000) as made, served(made) as url, web() as http:
         reply = await http.post(f"{url}/v1/{path}", content=raw)
         after = await http.get(f"{url}/health")
     error = reply.json()["error"]
@@ -117,14 +122,14 @@ async def test_an_error_within_a_stream_is_an_event_and_no_done() -> None:
             async for chunk in stream:
                 got.append(chunk.choices[0].text)
         assert "".join(got) == answer_text(TOKENS, 3)
-        async with httpx.AsyncClient() as http:
+        async with web() as http:
             reply = await http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": PROMPT, "stream": True})
     assert reply.status_code == 200 and "event: error\n" in reply.text and "[DONE]" not in reply.text
 
 
 async def test_an_error_before_the_first_token_keeps_its_status() -> None:
     workers = [FakeWorker("w0", faults=Faults(error="overloaded"))]
-    async with cluster(workers) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster(workers) as made, served(made) as url, web() as http:
         for stream in (True, False):
             reply = await http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": PROMPT, "stream": stream})
             assert (reply.status_code, reply.json()["error"]["code"], reply.headers["retry-after"]) == (429, "overloaded", "1")
@@ -134,7 +139,7 @@ async def test_an_error_before_the_first_token_keeps_its_status() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_deadline_is_504_with_the_stage(header: str, stream: bool) -> None:
     workers = [FakeWorker("p0", "prefill", "n0", faults=Faults(wedge_after=0)), FakeWorker("d0", "decode", "n1")]
-    async with cluster(workers, stall_s=30) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster(workers, stall_s=30) as made, served(made) as url, web() as http:
         reply = await http.post(
             f"{url}/v1/completions", json={"model": MODEL, "prompt": PROMPT, "stream": stream}, headers={header: "0.3", "x-request-id": "late"}
         )
@@ -144,7 +149,7 @@ async def test_deadline_is_504_with_the_stage(header: str, stream: bool) -> None
 
 
 async def test_bad_deadline_header() -> None:
-    async with cluster(pair()) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster(pair()) as made, served(made) as url, web() as http:
         reply = await http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": PROMPT}, headers={"x-request-timeout-s": "soon"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-request-timeout-s")
 
@@ -156,7 +161,7 @@ async def test_a_disconnect_aborts_on_every_worker(stream: bool, hangs: str) -> 
     p0.faults = Faults(wedge_after=0 if hangs == "prefill" else None)
     async with cluster([p0, d0], stall_s=30) as made, served(made) as url:
         with pytest.raises(httpx.ReadTimeout):
-            async with httpx.AsyncClient(timeout=httpx.Timeout(5, read=0.3)) as http:
+            async with web(httpx.Timeout(5, read=0.3)) as http:
                 await http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": PROMPT, "stream": stream})
         await made.until_quiet()
         assert len(p0.aborts) == 1
@@ -181,9 +186,7 @@ async def test_migration_within_a_stream_is_invisible() -> None:
 async def test_more_than_max_requests_is_429() -> None:
     async with cluster(pair(token_s=0.02), max_requests=2) as made, served(made) as url, client(url) as ai:
         running = [asyncio.create_task(ai.completions.create(model=MODEL, prompt=PROMPT)) for _ in range(2)]
-        async with asyncio.timeout(5):
-            while made.service.running < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: made.service.running == 2)
         with pytest.raises(openai.RateLimitError) as caught:
             await ai.completions.create(model=MODEL, prompt=PROMPT)
         assert caught.value.response.headers["retry-after"] == "1"
@@ -192,7 +195,7 @@ async def test_more_than_max_requests_is_429() -> None:
 
 async def test_health_tells_the_truth() -> None:
     p0, d0 = pair()
-    async with cluster([p0, d0]) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster([p0, d0]) as made, served(made) as url, web() as http:
         assert (await http.get(f"{url}/health")).json()["healthy_workers"] == ["d0", "p0"]
         await d0.stop()
         p0.draining = True
@@ -211,7 +214,7 @@ async def test_health_tells_the_truth() -> None:
 
 
 async def test_looking_in() -> None:
-    async with cluster(pair()) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster(pair()) as made, served(made) as url, web() as http:
         before = time.time()
         reply = await http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": PROMPT}, headers={"x-request-id": "look"})
         await made.until_quiet()
@@ -235,20 +238,19 @@ async def test_looking_in() -> None:
 
 @pytest.mark.parametrize("given,kept", [("abc-1", True), ("a b", False), ("x" * 129, False), ("", False)])
 async def test_request_ids(given: str, kept: bool) -> None:
-    async with cluster(pair()) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster(pair()) as made, served(made) as url, web() as http:
         reply = await http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": PROMPT}, headers={"x-request-id": given})
     assert (reply.headers["x-request-id"] == given) is kept
 
 
 async def test_one_request_id_for_two_requests_at_once() -> None:
-    async with cluster(pair(token_s=0.01)) as made, served(made) as url, httpx.AsyncClient() as http:
+    async with cluster(pair(token_s=0.01)) as made, served(made) as url, web() as http:
         posts = [http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": text}, headers={"x-request-id": "same"}) for text in ("one", "two")]
         texts = [reply.json()["choices"][0]["text"] for reply in await asyncio.gather(*posts)]
     assert texts == [answer_text([256, *text.encode()], 16) for text in ("one", "two")]
 
 
 async def test_a_long_prompt_is_tokenised_beside_the_event_loop() -> None:
-    made: FakeCluster
     async with cluster(pair(), max_context_tokens=50_000) as made, served(made) as url, client(url) as ai:
         answer = await ai.completions.create(model=MODEL, prompt="x" * 40_000, max_tokens=2)
     assert answer.usage is not None and answer.usage.prompt_tokens == 40_001
