@@ -119,7 +119,7 @@ class StoreService:
             task.cancel()
         with self._node.changing() as store:
             store.client_lost(client.id)
-            if client.superseded.is_set() or not store.has_writes(client.id):
+            if client.superseded.is_set() or not store.reservations(client.id):
                 self._end(client)
                 return
         log.warning("session of %s broke while it may write; its slots are quarantined until it is over", client.id)
@@ -181,22 +181,20 @@ class StoreService:
         task.add_done_callback(client.tasks.discard)
 
     def _attach(self, client: Client, request: pb.StoreRequest) -> pb.StoreReply:
-        keys = _keys(request.attach)
-        return _grants([self._granted(client, request.attach, keys)[key.hash] for key in keys])
+        return _grants(self._granted(client, request.attach, _keys(request.attach)))
 
-    def _granted(self, client: Client, attach: pb.Attach, keys: Sequence[Key]) -> dict[BlockHash, Grant]:
+    def _granted(self, client: Client, attach: pb.Attach, keys: Sequence[Key]) -> list[Grant]:
         if self.draining:
-            return {key.hash: Grant(Mover.HAVE if self._node.store.has(key.hash) else Mover.NO_CREDIT) for key in keys}
+            return [Grant(Mover.HAVE if self._node.store.has(key.hash) else Mover.NO_CREDIT) for key in keys]
         with self._node.changing() as store:
-            grants = store.attach(client.id, attach.request_id, attach.attempt, keys, attach.deadline, self._node.now())
-        return {key.hash: grant for key, grant in zip(keys, grants, strict=True)}
+            return store.attach(client.id, attach.request_id, attach.attempt, keys, attach.deadline, self._node.now())
 
     async def _attach_or_pull(self, client: Client, request: pb.StoreRequest) -> None:
         attach, keys = request.attach, _keys(request.attach)
         places = await self._puller.places([key.hash for key in keys if not key.private])
         pulled = {} if self.draining else self._puller.start(attach.request_id, attach.attempt, places, attach.deadline)
-        granted = pulled | self._granted(client, attach, [key for key in keys if key.hash not in pulled])
-        client.answer(request.call, _grants([granted[key.hash] for key in keys]))
+        granted = iter(self._granted(client, attach, [key for key in keys if key.hash not in pulled]))
+        client.answer(request.call, _grants([pulled[key.hash] if key.hash in pulled else next(granted) for key in keys]))
 
     def _commit(self, client: Client, request: pb.StoreRequest) -> pb.StoreReply:
         with self._node.changing() as store:
@@ -207,7 +205,7 @@ class StoreService:
 
     def _abandon(self, client: Client, request: pb.StoreRequest) -> pb.StoreReply:
         with self._node.changing() as store:
-            store.abandon(client.id, request.abandon.reservations)
+            store.abandon(client.id, request.abandon.reservations or store.reservations(client.id))
         return pb.StoreReply(done=pb.Done())
 
     async def _acquire(self, client: Client, request: pb.StoreRequest) -> None:

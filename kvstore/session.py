@@ -8,7 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeAlias
 
 import grpc
@@ -50,6 +50,7 @@ class StoreSession:
         self._channel = channel
         self._stream = stream
         self._lost: StoreLost | None = None
+        self._closing = False
         self._last_call = 0
         self._waiting: dict[int, asyncio.Future[pb.StoreReply]] = {}
         self._outgoing: asyncio.Queue[pb.StoreRequest] = asyncio.Queue()
@@ -145,6 +146,8 @@ class StoreSession:
     def writing(self) -> Iterator[None]:
         """Around every one-sided write to the store. Raises StoreLost rather than begin one without a stream."""
         self._raise_if_lost()
+        if self._closing:
+            raise StoreLost(f"store {self.name}: the session is closing")
         self._writes += 1
         self._no_writes.clear()
         try:
@@ -155,7 +158,12 @@ class StoreSession:
                 self._no_writes.set()
 
     async def close(self) -> None:
-        """End the stream; returns when no write is running and the peer is disconnected."""
+        """End the stream, after the writes that run; the peer is disconnected then."""
+        self._closing = True
+        await self._no_writes.wait()
+        if not self.lost:
+            with suppress(HeadraceError):
+                await self.abandon([])  # tells the store that nothing will be written any more
         self._fail("closed by this side")
         self._stream.cancel()
         await self.ended()

@@ -227,10 +227,11 @@ class NodeStore:
     def client_gone(self, client: str) -> None:
         """It is certain that the client writes no more."""
         self.client_lost(client)
-        self.abandon(client, [r.id for r in self._reservations.values() if r.client == client])
+        self.abandon(client, self.reservations(client))
 
-    def has_writes(self, client: str) -> bool:
-        return any(r.client == client for r in self._reservations.values())
+    def reservations(self, client: str) -> list[int]:
+        """Those whose slots the client may still write."""
+        return [r.id for r in self._reservations.values() if r.client == client]
 
     def sweep(self, now: float) -> None:
         """End what is past its deadline."""

@@ -866,7 +866,7 @@ Global___CommitReply: _TypeAlias = CommitReply  # noqa: Y015
 
 @_typing.final
 class Abandon(_message.Message):
-    """The writer gives its uncommitted reservations up and will not touch their slots again."""
+    """The writer gives its uncommitted reservations up and will not touch their slots again; none listed: all of its session's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

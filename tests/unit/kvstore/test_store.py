@@ -207,9 +207,9 @@ def test_lost_client_keeps_its_slots_out_of_use_but_not_its_leases():
     reserve(store, 1, "p")
     store.client_lost("p")
     status = store.status(1)
-    assert (status["leases"], status["slots_quarantined"]) == (0, 1) and store.has_writes("p")
+    assert (status["leases"], status["slots_quarantined"]) == (0, 1) and store.reservations("p")
     store.client_gone("p")
-    assert store.status(1)["slots_free"] == 1 and not store.has_writes("p")
+    assert store.status(1)["slots_free"] == 1 and not store.reservations("p")
 
 
 def test_acquire_leases_the_leading_run_of_good_enough_copies():

@@ -113,7 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.finish(writer)
         self.store.client_gone(client)
         self.leased = {i: lease for i, lease in self.leased.items() if lease[0] != client}
-        assert not self.store.has_writes(client)
+        assert not self.store.reservations(client)
 
     @rule(client=clients)
     def client_lost(self, client):
