@@ -87,6 +87,8 @@ def _child(kind: Type | None, key: str, where: str) -> Type | None:
         return kind.item_type
     if isinstance(kind, DictType):
         return next((field.type for field in _fields(_ENGINE) if field.name == key), None)
+    if kind is not None:
+        raise ConfigError(f"{where}.{key}: {where} holds no fields", field=f"{where}.{key}")
     return None
 
 

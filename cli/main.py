@@ -50,7 +50,7 @@ def serve(config: ConfigFile = LOCAL, settings: Settings = None) -> None:
     parsed = _load(config, settings)
     with _signals_raise(), Stages(err) as stages:
         cluster = Cluster(parsed, progress=stages.update)
-        err.print(f"logs: {cluster.log_folder}")
+        err.print(f"logs: {cluster.log_folder}", soft_wrap=True)
         try:
             cluster.start()
             stages.close()
