@@ -82,7 +82,8 @@ sys.stdin.read()
     assert parent.stdout.read() == ""  # ends when the last holder of the pipe is gone: the child
     parent.stdin.close()
     parent.stdout.close()
-    assert footprint.running() == []
+    _, alive = psutil.wait_procs(footprint.running(), timeout=10)
+    assert alive == []
 
 
 def test_only_the_newest_log_folders_stay(tmp_path: Path) -> None:
