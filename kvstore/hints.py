@@ -37,6 +37,7 @@ class Hints:
         self._present: set[BlockHash] = set()
         self._unsaid: dict[BlockHash, None] = {}  # what to tell of each is looked up in _present when it is told
         self._away = False
+        self._run_id = ""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -68,6 +69,20 @@ class Hints:
             if others := [(node.decode(), int(generation)) for node, generation in fields.items() if node.decode() != self._node]:
                 places[block_hash] = others
         return places
+
+    async def check_restart(self) -> None:
+        """Another Redis process than the last has forgotten everything: tell it all. Its owner calls this whenever it renews its registration."""
+        if self._away:
+            return
+        try:
+            run_id = str((await self._redis.info("server"))["run_id"])
+        except (RedisError, OSError) as error:
+            self._lost(error)
+            return
+        if self._run_id not in ("", run_id):
+            self._unsaid |= dict.fromkeys(self._present)
+            self._wake.set()
+        self._run_id = run_id
 
     async def close(self) -> None:
         """Takes back every hint, if Redis answers."""

@@ -176,6 +176,7 @@ class _Running:
                 log.warning("registry: %s; serving goes on", error)
             self._registered = False
             return
+        await self._hints.check_restart()
         if not self._registered:
             log.info("registry: %s is announced again", self.member.name)
         self._registered = True

@@ -61,9 +61,7 @@ def store_thread(config: StoreNodeConfig) -> Iterator[StoreProcess]:
 @contextlib.contextmanager
 def subprocess_of(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A Python process of ours and its first line; killed in the end."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
@@ -143,7 +141,7 @@ async def status_of(session: StoreSession) -> pb.StoreStatus:
 async def until(condition, timeout_s: float = 10.0) -> None:
     """Wait for an (async) condition that a test expects to come true."""
     async with asyncio.timeout(timeout_s):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 (the condition is another process's)
             await asyncio.sleep(0.02)
 
 
