@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvstore.hashing import BlockHash, block_hashes
+from kvstore.hashing import BlockHash, block_hashes, salt_of
 from protocol import headrace_pb2 as pb
 from protocol.errors import DeadlineExceeded, HeadraceError, Overloaded, StoreLost, TransferFailed, Unavailable, WorkerLost, error_from_code
 from protocol.instants import Instant
@@ -24,7 +24,7 @@ from router.policies import Policy
 from router.prefix_index import PrefixIndex
 from router.replies import Usage
 from router.timeline import Side, Timeline
-from router.view import WorkerKey, WorkerView
+from router.view import ClusterView, WorkerKey, WorkerView
 
 SAME_WORKER_PAUSE_S = 0.2  # before a worker that failed a request gets it again, because no other is left
 
@@ -40,10 +40,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How this cluster names the blocks of a prompt."""
+    """How the workers name the blocks of a tenant's tokens: the same hashes as in their engines."""
 
-    block_tokens: int = 32
-    salt: bytes = bytes(16)
+    block_tokens: int
+    salt: bytes
+
+    @classmethod
+    def of_cluster(cls, view: ClusterView, tenant: str) -> "Blocks":
+        return cls(view.block_tokens, salt_of(view.salt, tenant))
 
     def of(self, tokens: tuple[int, ...]) -> tuple[BlockHash, ...]:
         return tuple(block_hashes(tokens, self.block_tokens, self.salt))
@@ -58,7 +62,6 @@ class Spine:
     policy: Policy
     index: PrefixIndex
     metrics: RouterMetrics
-    blocks: Blocks
 
 
 class Life:
@@ -67,7 +70,8 @@ class Life:
         self.timeline = timeline
         self.finish_reason = ""
         self._spine = spine
-        self._prompt_blocks = spine.blocks.of(request.prompt_tokens)
+        self._blocks = Blocks.of_cluster(spine.membership.view(), request.tenant)
+        self._prompt_blocks = self._blocks.of(request.prompt_tokens)
         self._output: tuple[int, ...] = ()
         self._attempt = 0
         self._failures = 0
@@ -140,10 +144,10 @@ class Life:
 
     def _routing(self) -> RoutingRequest:
         tokens = self.request.prompt_tokens + self._output
-        hashes = self._spine.blocks.of(tokens) if self._output else self._prompt_blocks
+        hashes = self._blocks.of(tokens) if self._output else self._prompt_blocks
         return RoutingRequest(
             num_tokens=len(tokens),
-            block_tokens=self._spine.blocks.block_tokens,
+            block_tokens=self._blocks.block_tokens,
             block_hashes=hashes,
             cached_blocks=self._spine.index.match(hashes),
             excluded=frozenset(self._suspects),
@@ -313,7 +317,7 @@ class Life:
                 dispatch.abort()
         elif self._side is not None:
             tokens = self.request.prompt_tokens + self._output
-            self._spine.index.record((self._side.worker, self._side.generation), self._spine.blocks.of(tokens))
+            self._spine.index.record((self._side.worker, self._side.generation), self._blocks.of(tokens))
         self.timeline.output_tokens = len(self._output)
         self.timeline.finish_reason = self.finish_reason
         self.timeline.add(Instant.FINISHED, time.time(), self._attempt)

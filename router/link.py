@@ -19,6 +19,7 @@ from protocol.membership import Member
 from router.view import WorkerKey, WorkerView
 
 HELLO_S = 5.0
+CLOSED = "closed"
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 2.0
 
 log = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ class WorkerLink:
                 backoff = FIRST_BACKOFF_S if self.sessions > sessions else min(2 * backoff, LAST_BACKOFF_S)
                 await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
         finally:
-            self._lose("closed")
+            self._lose(CLOSED)
 
     async def _session(self) -> str:
         """One stream from hello to its end; answers why it ended."""
@@ -239,7 +240,7 @@ class WorkerLink:
             self._on_change()
 
     def _lose(self, trouble: str) -> None:
-        if self.connected or trouble != self.trouble:
+        if trouble != CLOSED and trouble != self.trouble:
             log.warning("worker %s, generation %d: %s", *self.key, trouble)
         was_connected, self.connected = self.connected, False
         self.trouble = trouble

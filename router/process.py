@@ -16,12 +16,11 @@ import uvloop
 from redis.asyncio import Redis
 
 from engine.tokenizer import Tokenizer
-from kvstore.hashing import salt_of
 from protocol.errors import ConfigError, RegistryLost
 from protocol.membership import Member, Registry, new_generation
 from router.app import Service, build_app
 from router.config import RouterProcessConfig
-from router.life import Blocks, Spine
+from router.life import Spine
 from router.membership import Membership
 from router.metrics import RouterMetrics
 from router.openai import PromptTokenizer
@@ -51,8 +50,7 @@ def new_service(config: RouterProcessConfig, membership: Membership, tokenizer: 
     metrics = RouterMetrics(config.model_name)
     metrics.watch(membership)
     policy = new_policy(config.router.policy, config.router)
-    blocks = Blocks(salt=salt_of(config.model_name))
-    spine = Spine(config.router, membership, policy, PrefixIndex(), metrics, blocks)
+    spine = Spine(config.router, membership, policy, PrefixIndex(), metrics)
     return Service(spine, tokenizer, config.model_name, config.max_context_tokens, TimelineStore(config.router.timelines), int(time.time()))
 
 

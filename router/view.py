@@ -62,6 +62,19 @@ class ClusterView:
         preferred = [worker for worker in healthy if worker.prefers(phase)]
         return (preferred, False) if preferred else (healthy, bool(healthy))
 
+    @property
+    def block_tokens(self) -> int:
+        """Of every worker: those that differ could not exchange blocks."""
+        return int(self._attribute("block_tokens", "32"))
+
+    @property
+    def salt(self) -> str:
+        """What the workers' block names are made with, beside the tenant."""
+        return self._attribute("salt", "")
+
+    def _attribute(self, name: str, default: str) -> str:
+        return next((worker.attributes[name] for worker in self.workers if name in worker.attributes), default)
+
     def store_of(self, node: str) -> StoreView | None:
         """The node's store; the newest one where a predecessor has not expired yet."""
         return max((store for store in self.stores if store.node == node), key=lambda store: store.generation, default=None)

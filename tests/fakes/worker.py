@@ -71,7 +71,8 @@ class FakeWorker:
 
     @property
     def member(self) -> Member:
-        return Member("worker", self.name, self.generation, self.address, self.node, {"role": self.role, "pid": "1"})
+        attributes = {"role": self.role, "pid": "1", "block_tokens": "64", "salt": "rev/layout"}
+        return Member("worker", self.name, self.generation, self.address, self.node, attributes)
 
     async def start(self, port: int = 0) -> "FakeWorker":
         self._server = new_server()
@@ -84,9 +85,9 @@ class FakeWorker:
     async def stop(self) -> None:
         for job in list(self._jobs.values()):
             job.cancel()
-        if self._server is not None:
-            await self._server.stop(0)
-        self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(0)
 
     # ---- data plane ------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import pytest
 from fakes.cluster import FakeCluster, cluster, store
 from fakes.worker import FakeWorker, Faults, answer_text
 
+from kvstore.hashing import block_hashes, salt_of
 from protocol import headrace_pb2 as pb
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WorkerLost
 from protocol.request import GenerationRequest, Sampling
@@ -258,3 +259,19 @@ async def test_dispatch_to_a_dead_link_is_a_lost_worker() -> None:
         await made.until_healthy(1)
         with pytest.raises(WorkerLost):
             link.dispatch(pb.Decode())
+
+
+async def test_block_names_are_the_engines() -> None:
+    async with cluster(pair()) as made:
+        await text_of(life(made))
+        names = block_hashes(PROMPT, 64, salt_of("rev/layout", ""))
+        assert made.service.spine.index.match(names) == {("p0", 1): 1, ("d0", 1): 1}
+
+
+async def test_cache_aware_follows_the_prefix_of_earlier_requests() -> None:
+    workers = [FakeWorker(f"w{n}", token_s=0.0) for n in range(3)]
+    async with cluster(workers, policy="cache_aware") as made:
+        for n in range(6):
+            await text_of(life(made, request_id=f"r{n}"))
+            await made.until_quiet()
+        assert sorted(len(worker.decodes) for worker in workers) == [0, 0, 6]
