@@ -26,7 +26,7 @@ import msgspec
 from cluster.config import HeadraceConfig
 from cluster.footprint import Footprint
 from cluster.logs import log_to
-from cluster.plan import Access, Model, make_plan, router_settings
+from cluster.plan import Access, Model, Plan, make_plan, router_settings
 from cluster.programs import Programs
 from cluster.redis_server import RedisServer
 from cluster.supervised import Supervised
@@ -34,7 +34,7 @@ from protocol.errors import HeadraceError, Unavailable
 
 log = logging.getLogger(__name__)
 
-_HEALTH_S = 0.1
+_LOOK_S = 0.1
 _CALL_S = 10.0
 
 
@@ -76,14 +76,14 @@ class Host:
                 tasks.create_task(self._start_processes(plan))
         except* HeadraceError as errors:
             raise errors.exceptions[0] from None
-        await self._wait_healthy()
+        await self._wait_complete(plan)
         return {"url": self.url, "redis_url": self._redis.url, "token": self._access.token}
 
     async def _start_router(self) -> None:
         await self._router.start()
         self._stage("router", 1, 1)
 
-    async def _start_processes(self, plan: Any) -> None:
+    async def _start_processes(self, plan: Plan) -> None:
         loop = asyncio.get_running_loop()
         self._stage("ray", 0, 1)
         await loop.run_in_executor(self._ray_thread, self._start_ray)
@@ -112,14 +112,16 @@ class Host:
         if reason:
             raise Unavailable(reason, stage="start")
 
-    async def _wait_healthy(self) -> None:
+    async def _wait_complete(self, plan: Plan) -> None:
+        """Until the router itself sees every store and a healthy connection to every worker: only then requests go where the policy says."""
         deadline = asyncio.get_running_loop().time() + self._config.deadlines.start_s
-        self._stage("health", 0, 1)
-        while not await asyncio.to_thread(_healthy, self.url):
+        expected = {process.name for process in plan.processes}
+        self._stage("connections", 0, len(expected))
+        while missing := expected - await asyncio.to_thread(_seen_by_router, self.url):
             if asyncio.get_running_loop().time() > deadline:
-                raise Unavailable(f"{self.url}/health did not turn ready; see {self._log_folder}", stage="health")
-            await asyncio.sleep(_HEALTH_S)
-        self._stage("health", 1, 1)
+                raise Unavailable(f"the router does not see {', '.join(sorted(missing))}; see {self._log_folder}", stage="connections")
+            await asyncio.sleep(_LOOK_S)
+        self._stage("connections", len(expected), len(expected))
 
     def _stage(self, name: str, done: int, total: int) -> None:
         log.info("stage %s: %d of %d", name, done, total)
@@ -195,16 +197,18 @@ class Host:
         self._ray.stop()
 
 
-def _healthy(url: str) -> bool:
+def _seen_by_router(url: str) -> set[str]:
+    """Names of stores and healthy workers in the router's GET /cluster, as the plan names them; none while it does not answer."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=5)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
+        connection.request("GET", "/cluster")
+        body = msgspec.json.decode(connection.getresponse().read())
+    except (OSError, http.client.HTTPException, msgspec.DecodeError):
+        return set()
     finally:
         connection.close()
+    return {f"worker:{worker['name']}" for worker in body["workers"] if worker["healthy"]} | {f"store:{store['name']}" for store in body["stores"]}
 
 
 async def serve(connection: socket.socket) -> None:

@@ -35,7 +35,7 @@ _EXIT_S = 5.0
 
 
 class Cluster:
-    """`progress` hears of stages: those of the model, then redis, router, ray, processes, health. `log_folder`: a fresh one below `cache_dir` unless given.
+    """`progress` hears of stages: of the model, then redis, router, ray, processes, connections. `log_folder`: a fresh one below `cache_dir` unless given.
     `model` and `programs` replace the real ones in tests. Not for use from several threads at once."""
 
     def __init__(
