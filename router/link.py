@@ -205,6 +205,9 @@ class WorkerLink:
             return f"no hello within {HELLO_S:g} s"
         except HeadraceError as error:
             return error.message
+        except Exception as error:  # a link must outlive every fault of one session
+            log.exception("the stream to worker %s ended by a fault of ours", self.member.name)
+            return f"{type(error).__name__}: {error}"
 
     def _greet(self, message: object) -> None:
         if not isinstance(message, pb.WorkerMessage) or not message.HasField("hello"):

@@ -100,6 +100,9 @@ class Membership:
                 if not self.registry_lost:
                     log.warning("the registry does not answer; going on with the members known: %s", error)
                 self.registry_lost = True
+            except Exception:  # one bad record must not end the looking
+                self.registry_failures += 1
+                log.exception("cannot read the registry")
             await asyncio.sleep(self._config.poll_s)
 
     async def _check_forever(self) -> None:
