@@ -62,10 +62,10 @@ class StoreService:
     async def Session(
         self, request_iterator: AsyncIterator[pb.StoreRequest], context: "grpc.aio.ServicerContext[pb.StoreRequest, pb.StoreReply]"
     ) -> AsyncIterator[pb.StoreReply]:
-        await require_token(context, self._token)
         requests = aiter(request_iterator)
         try:
             first = await anext(requests)
+            await require_token(context, self._token)  # after the first read: an abort in the middle of the client's write would hide its reason
             client = self._admit(first)
         except StopAsyncIteration:
             return
