@@ -99,6 +99,8 @@ def _check_supported(raw: dict[str, Any]) -> None:
 def _check_shape(config: ModelConfig) -> None:
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(f"{config.num_heads} attention heads are no multiple of {config.num_kv_heads} KV heads", field="num_key_value_heads")
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        raise ConfigError("hidden_size and intermediate_size must be even", field="hidden_size")
     if config.head_dim % 2 or config.head_dim > MAX_HEAD_DIM:
         raise ConfigError(f"head_dim {config.head_dim} is not supported: even and at most {MAX_HEAD_DIM}", field="head_dim")
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import headrace_native
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,13 +15,25 @@ from torch import Tensor
 from engine.model_config import ModelConfig
 from protocol.errors import ConfigError
 
+PANEL = 16  # outputs that the native product packs side by side
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x weight^T + bias; weight [N, K], bias [N] or none."""
+    """y [T, outputs] = x weight^T + bias, the weight packed for headrace_native.linear; bias fp32 or none."""
 
-    weight: Tensor
+    packed: Tensor
+    outputs: int
     bias: Tensor | None = None
+
+    @staticmethod
+    def of(weight: Tensor, bias: Tensor | None = None) -> "Linear":
+        """Of weight [N, K] and bias [N]."""
+        outputs, width = weight.shape
+        pair = 2 if weight.dtype == torch.bfloat16 else 1
+        packed = weight.new_empty(-(-outputs // PANEL), width // pair, PANEL * pair)
+        headrace_native.pack_linear(packed, weight)
+        return Linear(packed, outputs, None if bias is None else bias.float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +62,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weigh
         embedding=embedding,
         layers=[_layer(tensors, f"model.layers.{index}", config) for index in range(config.num_layers)],
         norm=tensors.read("model.norm.weight", config.hidden_size),
-        head=Linear(embedding if config.tie_word_embeddings else tensors.read("lm_head.weight", config.vocab_size, config.hidden_size)),
+        head=Linear.of(embedding if config.tie_word_embeddings else tensors.read("lm_head.weight", config.vocab_size, config.hidden_size)),
     )
 
 
@@ -92,7 +105,7 @@ class _Tensors:
     def fused(self, parts: dict[str, int], width: int, bias: bool) -> Linear:
         """The matrices named, of the heights given, one below the other."""
         weight = torch.cat([self.read(f"{part}.weight", height, width) for part, height in parts.items()])
-        return Linear(weight, torch.cat([self.read(f"{part}.bias", height) for part, height in parts.items()]) if bias else None)
+        return Linear.of(weight, torch.cat([self.read(f"{part}.bias", height) for part, height in parts.items()]) if bias else None)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

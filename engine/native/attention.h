@@ -1,35 +1,9 @@
 // Paged attention of one tile of queries against one KV head, block by block with an online softmax in fp32.
-// Included by isa_*.cpp after simd.h.
+// Included by isa_*.cpp after lanes.h.
 //
 // K and V are packed tile by tile (TILE_TOKENS tokens) into lanes of 32 bits, K transposed, so that one lane is one token (scores)
 // or one dim (values) and every row runs the same chain of additions whatever rows share its registers. A lane holds one fp32, or
 // a pair of bf16 (two dims of K, two tokens of V) where the machine multiplies pairs.
-
-struct FloatLanes {
-    static constexpr int ITEMS = 1;
-    static F dot(F acc, uint32_t item, const uint32_t* lanes) {
-        float x;
-        __builtin_memcpy(&x, &item, 4);
-        return Simd::fma(Simd::set1(x), Simd::load((const float*)lanes), acc);
-    }
-    static void store_probabilities(uint32_t* out, const F* p) {
-        for (int i = 0; i < TILE_TOKENS / W; ++i) Simd::store((float*)out + i * W, p[i]);
-    }
-    static F rounded(F p) { return p; }
-};
-
-#if defined(__AVX512BF16__)
-struct PairLanes {
-    static constexpr int ITEMS = 2;
-    static F dot(F acc, uint32_t item, const uint32_t* lanes) {
-        return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(int(item)), (__m512bh)_mm512_loadu_si512(lanes));
-    }
-    static void store_probabilities(uint32_t* out, const F* p) {
-        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(p[1], p[0]));
-    }
-    static F rounded(F p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(p)), 16)); }
-};
-#endif
 
 constexpr int SCORE_VECTORS = TILE_TOKENS / W;
 
@@ -112,7 +86,7 @@ inline void transpose_16x16(const uint32_t* in, int64_t in_stride, uint32_t* out
 #endif
 
 // keys[step][token] = in[token][step], in rows of `steps` items of 32 bits.
-inline void transpose_keys(const uint32_t* in, int64_t steps, uint32_t* keys, Ahead& ahead) {
+inline void transpose_keys(const uint32_t* in, int64_t steps, uint32_t* keys, [[maybe_unused]] Ahead& ahead) {
     int64_t step = 0;
 #if defined(__AVX512F__)
     for (; step + 16 <= steps; step += 16)

@@ -9,8 +9,10 @@ namespace headrace {
 namespace {
 
 #include "simd.h"
+#include "lanes.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "linear.h"
 
 #if defined(__AVX512BF16__)
 using Bf16Lanes = PairLanes;
@@ -33,6 +35,7 @@ const Kernels& HEADRACE_TABLE(HEADRACE_ISA)() {
         {norm_rows<uint16_t>, norm_rows<float>},
         {silu_mul_rows<uint16_t>, silu_mul_rows<float>},
         {rope_rows<uint16_t>, rope_rows<float>},
+        {{linear_panels<PairLanes, uint16_t>, linear_panels<PairLanes, float>}, {nullptr, linear_panels<FloatLanes, float>}},
     };
     return kernels;
 }

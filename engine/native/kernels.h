@@ -11,6 +11,7 @@ namespace headrace {
 
 enum Dtype { BF16 = 0, FP32 = 1 };
 
+constexpr int PANEL = 16;        // outputs of a matrix product that are packed side by side
 constexpr int TILE_TOKENS = 32;  // K/V tokens that one softmax update covers; block_tokens is a multiple of it
 
 struct Pool {  // [num_blocks][kv head][layer][K, V][token][dim]
@@ -64,6 +65,14 @@ struct RopeArgs {
 };
 
 
+struct LinearArgs {
+    char* out;           // [T, N]
+    const char* x;       // [T, K]
+    const char* weight;  // packed, see linear.h
+    const float* bias;   // [N] or null
+    int64_t rows, n, k;
+};
+
 struct Kernels {
     const char* name;
     // Bytes of scratch, 64-byte aligned, that a unit of `rows` (queries x heads of a group) needs.
@@ -72,6 +81,7 @@ struct Kernels {
     void (*norm[2])(const NormArgs&, int64_t first, int64_t last);
     void (*silu_mul[2])(char* out, const char* gate_up, int64_t size, int64_t first, int64_t last);
     void (*rope[2])(const RopeArgs&, int64_t first, int64_t last);
+    void (*linear[2][2])(const LinearArgs&, int64_t first_panel, int64_t last_panel);  // [dtype of x][dtype of out]
 };
 
 const Kernels& generic_kernels();

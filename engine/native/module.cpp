@@ -2,12 +2,14 @@
 // Arrays are used in place (never converted, never copied); the GIL is released while kernels run.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -277,6 +279,58 @@ void silu_mul(const Array& out, const Array& gate_up, int num_threads) {
     over_rows(rows, size * 8, num_threads, [&](int64_t first, int64_t last) { kernels.silu_mul[dtype]((char*)out.data(), (const char*)gate_up.data(), size, first, last); });
 }
 
+// Steps of 32 bits that a row of K items makes.
+int64_t steps_of(int64_t k, Dtype dtype) {
+    require(dtype == FP32 || k % 2 == 0, "weight", "an odd number of columns");
+    return k * item_bytes(dtype) / 4;
+}
+
+void pack_linear(const Array& packed, const Array& weight) {
+    Dtype dtype = float_dtype(weight, "weight");
+    require_float(weight, "weight", dtype, {-1, -1});
+    require_contiguous(weight, "weight");
+    int64_t n = int64_t(weight.shape(0)), steps = steps_of(int64_t(weight.shape(1)), dtype), panels = (n + PANEL - 1) / PANEL;
+    require_float(packed, "packed", dtype, {panels, steps, PANEL * 4 / item_bytes(dtype)});
+    require_contiguous(packed, "packed");
+
+    nb::gil_scoped_release released;
+    const uint32_t* in = (const uint32_t*)weight.data();
+    uint32_t* out = (uint32_t*)packed.data();
+    for (int64_t panel = 0; panel < panels; ++panel)
+        for (int64_t step = 0; step < steps; ++step)
+            for (int64_t lane = 0; lane < PANEL; ++lane) {
+                int64_t row = panel * PANEL + lane;
+                *out++ = row < n ? in[row * steps + step] : 0;
+            }
+}
+
+constexpr int64_t PANELS_PER_UNIT = 4;
+
+void linear(const Array& out, const Array& x, const Array& packed, const std::optional<Array>& bias, int num_threads) {
+    Dtype dtype = float_dtype(x, "x"), out_dtype = float_dtype(out, "out");
+    require_float(x, "x", dtype, {-1, -1});
+    require_contiguous(x, "x");
+    int64_t rows = int64_t(x.shape(0)), k = int64_t(x.shape(1));
+    require_float(out, "out", out_dtype, {rows, -1});
+    require_contiguous(out, "out");
+    int64_t n = int64_t(out.shape(1)), panels = (n + PANEL - 1) / PANEL;
+    require_float(packed, "packed", dtype, {panels, steps_of(k, dtype), PANEL * 4 / item_bytes(dtype)});
+    require_contiguous(packed, "packed");
+    if (bias) {
+        require_float(*bias, "bias", FP32, {n});
+        require_contiguous(*bias, "bias");
+    }
+    const Kernels& kernels = *chosen.load();
+    auto kernel = kernels.linear[dtype][out_dtype];
+    require(kernel != nullptr, "out", "float32 expected");
+    LinearArgs args{(char*)out.data(), (const char*)x.data(), (const char*)packed.data(), bias ? (const float*)bias->data() : nullptr, rows, n, k};
+
+    nb::gil_scoped_release released;
+    if (rows == 0) return;
+    parallel_for((panels + PANELS_PER_UNIT - 1) / PANELS_PER_UNIT, num_threads,
+                 [&](int64_t i) { kernel(args, i * PANELS_PER_UNIT, std::min(panels, (i + 1) * PANELS_PER_UNIT)); });
+}
+
 }  // namespace
 }  // namespace headrace
 
@@ -293,5 +347,7 @@ NB_MODULE(headrace_native, m) {
           nb::arg("num_threads") = 1);
     m.def("rms_norm", rms_norm, array("out"), array("x"), array("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
     m.def("add_rms_norm", add_rms_norm, array("out"), array("residual"), array("x"), array("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
+    m.def("pack_linear", pack_linear, array("packed"), array("weight"));
+    m.def("linear", linear, array("out"), array("x"), array("packed"), nb::arg("bias").noconvert().none() = nb::none(), nb::arg("num_threads") = 1);
     m.def("silu_mul", silu_mul, array("out"), array("gate_up"), nb::arg("num_threads") = 1);
 }

@@ -7,7 +7,7 @@ struct Simd {
     using F = __m512;
     using I = __m512i;
     static constexpr int W = 16;
-    static constexpr int SCORE_ROWS = 8, VALUE_ROWS = 4, VALUE_VECTORS = 4;  // register tiles
+    static constexpr int SCORE_ROWS = 8, VALUE_ROWS = 4, VALUE_VECTORS = 4, LINEAR_ROWS = 6, LINEAR_PANELS = 4;  // register tiles
 
     static F zero() { return _mm512_setzero_ps(); }
     static F set1(float x) { return _mm512_set1_ps(x); }
@@ -27,6 +27,8 @@ struct Simd {
     static F keep_first(F a, int n, float other) {
         return _mm512_mask_blend_ps(n <= 0 ? 0 : n >= 16 ? 0xffff : (1u << n) - 1, _mm512_set1_ps(other), a);
     }
+    static F low_halves(const uint32_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+    static F high_halves(const uint32_t* p) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000)))); }
     static F load(const uint16_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16)); }
     static void store(uint16_t* p, F x) {
         I bits = _mm512_castps_si512(x);
@@ -43,7 +45,7 @@ struct Simd {
     using F = __m256;
     using I = __m256i;
     static constexpr int W = 8;
-    static constexpr int SCORE_ROWS = 2, VALUE_ROWS = 2, VALUE_VECTORS = 4;
+    static constexpr int SCORE_ROWS = 2, VALUE_ROWS = 2, VALUE_VECTORS = 4, LINEAR_ROWS = 2, LINEAR_PANELS = 2;
 
     static F zero() { return _mm256_setzero_ps(); }
     static F set1(float x) { return _mm256_set1_ps(x); }
@@ -72,6 +74,10 @@ struct Simd {
         I lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
         return _mm256_blendv_ps(_mm256_set1_ps(other), a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes)));
     }
+    static F low_halves(const uint32_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16)); }
+    static F high_halves(const uint32_t* p) {
+        return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi32(int(0xffff0000))));
+    }
     static F load(const uint16_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16)); }
     static void store(uint16_t* p, F x) {
         I bits = _mm256_castps_si256(x);
@@ -88,7 +94,7 @@ struct Simd {
 struct Simd {
     static constexpr int W = 8;
     struct F { float v[W]; };
-    static constexpr int SCORE_ROWS = 1, VALUE_ROWS = 1, VALUE_VECTORS = 2;
+    static constexpr int SCORE_ROWS = 1, VALUE_ROWS = 1, VALUE_VECTORS = 2, LINEAR_ROWS = 1, LINEAR_PANELS = 1;
 
     template <class Op> static F each(Op op) {
         F r;
@@ -122,13 +128,25 @@ struct Simd {
         });
     }
     static F keep_first(F a, int n, float other) { return each([&](int i) { return i < n ? a.v[i] : other; }); }
+    static F from_bits(const uint32_t* bits) {
+        F r;
+        __builtin_memcpy(r.v, bits, sizeof r.v);
+        return r;
+    }
+    static F low_halves(const uint32_t* p) {
+        uint32_t bits[W];
+        for (int i = 0; i < W; ++i) bits[i] = p[i] << 16;
+        return from_bits(bits);
+    }
+    static F high_halves(const uint32_t* p) {
+        uint32_t bits[W];
+        for (int i = 0; i < W; ++i) bits[i] = p[i] & 0xffff0000;
+        return from_bits(bits);
+    }
     static F load(const uint16_t* p) {
-        return each([&](int i) {
-            uint32_t bits = uint32_t(p[i]) << 16;
-            float r;
-            __builtin_memcpy(&r, &bits, 4);
-            return r;
-        });
+        uint32_t bits[W];
+        for (int i = 0; i < W; ++i) bits[i] = uint32_t(p[i]) << 16;
+        return from_bits(bits);
     }
     static void store(uint16_t* p, F x) {
         for (int i = 0; i < W; ++i) {

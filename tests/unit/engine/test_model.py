@@ -115,6 +115,19 @@ def test_chunked_batched_and_by_one_equal_transformers(folder: Path) -> None:
         torch.testing.assert_close(torch.cat(ours), theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_bitwise_the_same_alone_batched_and_chunked(folder: Path, dtype: torch.dtype) -> None:
+    prompts = random_prompts()
+    alone = [Served(folder, dtype, load_attention("native", 1), prompts).steps([(s, 0, len(prompt))])[0] for s, prompt in enumerate(prompts)]
+    torch.set_num_threads(2)
+    served = Served(folder, dtype, load_attention("native", 2), prompts)
+    torch.set_num_threads(1)
+    batched = served.steps([(s, 0, len(prompt)) for s, prompt in enumerate(prompts)])
+    by_one = torch.cat([served.steps([(3, i, i + 1)])[0] for i in range(130)])
+    for ours, expected in zip([*batched, by_one], [*alone, alone[3]], strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_bf16_is_as_near_to_fp32_as_transformers_bf16(folder: Path) -> None:
     prompts = random_prompts()
     exact, theirs = expected_logits(folder, torch.float32, prompts), expected_logits(folder, torch.bfloat16, prompts)
@@ -163,7 +176,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"up_proj.*\(3, 3\)"):
         LlamaModel.load(tmp_path, config, torch.float32)
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
-    with pytest.raises(ConfigError, match="lack model.layers.1.mlp.up_proj"):
+    with pytest.raises(ConfigError, match=r"lack model.layers.1.mlp.up_proj"):
         LlamaModel.load(tmp_path, config, torch.float32)
     file.write_bytes(b"none")
     with pytest.raises(ConfigError, match="safetensors"):

@@ -70,7 +70,7 @@ def test_a_missing_field_is_named() -> None:
 def test_an_unreadable_file_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.load(tmp_path)
 
 

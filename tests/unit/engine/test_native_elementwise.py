@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine import reference
+from engine.weights import Linear
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 70
@@ -110,3 +111,35 @@ def test_rounding_to_bf16_is_torchs(special: float) -> None:
     expected = (ours.float() + x.float()).bfloat16()
     headrace_native.add_rms_norm(torch.empty_like(x), ours, x, torch.ones(64).bfloat16(), 1e-5)
     assert torch.equal(ours.isnan(), expected.isnan()) and torch.equal(ours.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "outputs"), [(576, 960), (96, 70), (1536, 33), (6, 5)])
+def test_linear(dtype: torch.dtype, width: int, outputs: int) -> None:
+    x, weight, bias = torch.randn(ROWS, width).to(dtype), torch.randn(outputs, width).to(dtype), torch.randn(outputs).to(dtype)
+    layer, biased = Linear.of(weight), Linear.of(weight, bias)
+
+    def run(first: int, last: int, threads: int) -> Tensor:
+        out = torch.empty(last - first, outputs)
+        headrace_native.linear(out, x[first:last], layer.packed, layer.bias, threads)
+        return out
+
+    exact = x.double() @ weight.double().T
+    tolerance = 1e-6 * width**0.5 * 10
+    torch.testing.assert_close(run(0, ROWS, 1).double(), exact, atol=tolerance, rtol=1e-5)
+    assert_rows_independent(run)
+    out = torch.empty(ROWS, outputs, dtype=dtype)
+    headrace_native.linear(out, x, biased.packed, biased.bias)
+    assert torch.equal(out, (run(0, ROWS, 1) + bias.float()).to(dtype))
+
+
+def test_linear_refuses_what_does_not_fit() -> None:
+    layer = Linear.of(torch.randn(32, 64))
+    x, out = torch.randn(3, 64), torch.empty(3, 32)
+    for wrong in (x[:, :32].contiguous(), x[:2]):
+        with pytest.raises(ValueError, match="wrong shape"):
+            headrace_native.linear(out, wrong, layer.packed)
+    with pytest.raises(TypeError):
+        headrace_native.linear(out, x.bfloat16(), layer.packed)
+    with pytest.raises(ValueError, match="float32"):
+        headrace_native.linear(out.bfloat16(), x, layer.packed)
