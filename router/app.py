@@ -106,7 +106,7 @@ class Endpoints:
             self._service.spine.metrics.refused(error.code)
             return _error_response(error, public_id)
         reply = _REPLIES[endpoint](public_id, self._service.model_name, int(time.time()), inquiry.include_usage)
-        answer = Answer(self._service, life, reply, inquiry.include_usage)
+        answer = Answer(self._service, life, reply, inquiry)
         return await (answer.stream(request, public_id) if inquiry.stream else answer.whole(request, public_id))
 
     def _admit(self) -> None:
@@ -201,11 +201,12 @@ class Endpoints:
 class Answer:
     """One running request on its way to its client. Counts and measures it."""
 
-    def __init__(self, service: Service, life: Life, reply: Reply, include_usage: bool) -> None:
+    def __init__(self, service: Service, life: Life, reply: Reply, inquiry: Inquiry) -> None:
         self._service = service
         self._life = life
         self._reply = reply
-        self._include_usage = include_usage
+        self._include_usage = inquiry.include_usage
+        self._include_tokens = inquiry.return_token_ids
         self._metrics = service.spine.metrics
         self._started = self._last = time.perf_counter()
         self._begun = False
@@ -230,10 +231,13 @@ class Answer:
 
     async def _whole(self, public_id: str) -> Response:
         texts: list[str] = []
+        tokens: list[int] = []
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
                 texts.append(chunk.text)
-        return _json(self._reply.whole("".join(texts), self._life.finish_reason, self._life.usage), headers={"x-request-id": public_id})
+                tokens += chunk.tokens
+        body = self._reply.whole("".join(texts), self._life.finish_reason, self._life.usage, tokens if self._include_tokens else None)
+        return _json(body, headers={"x-request-id": public_id})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._chunks()) as chunks:
@@ -241,7 +245,7 @@ class Answer:
                 async for chunk in chunks:
                     head = b"" if self._begun else b"".join(event(body) for body in self._reply.opening())
                     self._begun = True
-                    yield head + event(self._reply.delta(chunk.text, chunk.finish_reason))
+                    yield head + event(self._reply.delta(chunk.text, chunk.finish_reason, chunk.tokens if self._include_tokens else None))
             except HeadraceError as error:
                 if not self._begun:
                     raise

@@ -55,6 +55,7 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = 0
+    return_token_ids: bool = False
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -113,7 +114,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "logits_processors": (),
     "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
@@ -159,6 +159,7 @@ class Inquiry:
     stream: bool
     include_usage: bool
     priority: int
+    return_token_ids: bool
 
     def check_model(self, name: str) -> None:
         if self.model != name:
@@ -237,7 +238,7 @@ def _inquiry(
         include_stop=shared.include_stop_str_in_output,
     )
     include_usage = shared.stream_options is not None and shared.stream_options.include_usage
-    return Inquiry(endpoint, shared.model, prompt, sampling, max_tokens, add_special, shared.stream, include_usage, shared.priority)
+    return Inquiry(endpoint, shared.model, prompt, sampling, max_tokens, add_special, shared.stream, include_usage, shared.priority, shared.return_token_ids)
 
 
 # ---- fields -----------------------------------------------------------------------------------------------------------------------

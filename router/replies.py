@@ -3,6 +3,7 @@
 Invariant: the texts of a stream's chunks, joined, are the text of the whole reply.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,12 +32,12 @@ class Usage:
 
 
 class Reply(Protocol):
-    """One endpoint's shapes for one request."""
+    """One endpoint's shapes for one request. `tokens`: shown as `token_ids` where the client asked for them (vLLM's field)."""
 
     def opening(self) -> list[Body]: ...
-    def delta(self, text: str, finish_reason: str) -> Body: ...
+    def delta(self, text: str, finish_reason: str, tokens: Sequence[int] | None = None) -> Body: ...
     def usage(self, usage: Usage) -> Body: ...
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> Body: ...
+    def whole(self, text: str, finish_reason: str, usage: Usage, tokens: Sequence[int] | None = None) -> Body: ...
 
 
 class ChatReply:
@@ -47,19 +48,20 @@ class ChatReply:
     def opening(self) -> list[Body]:
         return [self._chunk({"role": "assistant", "content": ""}, None)]
 
-    def delta(self, text: str, finish_reason: str) -> Body:
-        return self._chunk({"content": text} if text or not finish_reason else {}, finish_reason or None)
+    def delta(self, text: str, finish_reason: str, tokens: Sequence[int] | None = None) -> Body:
+        return self._chunk({"content": text} if text or not finish_reason else {}, finish_reason or None, tokens)
 
     def usage(self, usage: Usage) -> Body:
         return {**self._head, "choices": [], "usage": usage.body()}
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> Body:
+    def whole(self, text: str, finish_reason: str, usage: Usage, tokens: Sequence[int] | None = None) -> Body:
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason, **_ids(tokens)}
         return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage.body()}
 
-    def _chunk(self, delta: Body, finish_reason: str | None) -> Body:
-        return {**self._head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}], **self._tail}
+    def _chunk(self, delta: Body, finish_reason: str | None, tokens: Sequence[int] | None = None) -> Body:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **_ids(tokens)}
+        return {**self._head, "choices": [choice], **self._tail}
 
 
 class CompletionReply:
@@ -70,17 +72,21 @@ class CompletionReply:
     def opening(self) -> list[Body]:
         return []
 
-    def delta(self, text: str, finish_reason: str) -> Body:
-        return {**self._head, "choices": [self._choice(text, finish_reason or None)], **self._tail}
+    def delta(self, text: str, finish_reason: str, tokens: Sequence[int] | None = None) -> Body:
+        return {**self._head, "choices": [self._choice(text, finish_reason or None, tokens)], **self._tail}
 
     def usage(self, usage: Usage) -> Body:
         return {**self._head, "choices": [], "usage": usage.body()}
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> Body:
-        return {**self._head, "choices": [self._choice(text, finish_reason)], "usage": usage.body()}
+    def whole(self, text: str, finish_reason: str, usage: Usage, tokens: Sequence[int] | None = None) -> Body:
+        return {**self._head, "choices": [self._choice(text, finish_reason, tokens)], "usage": usage.body()}
 
-    def _choice(self, text: str, finish_reason: str | None) -> Body:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(self, text: str, finish_reason: str | None, tokens: Sequence[int] | None) -> Body:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, **_ids(tokens)}
+
+
+def _ids(tokens: Sequence[int] | None) -> Body:
+    return {} if tokens is None else {"token_ids": list(tokens)}
 
 
 _TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}

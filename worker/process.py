@@ -36,7 +36,7 @@ from worker.config import WorkerConfig
 from worker.data_plane import DataPlane, PhaseService
 
 log = logging.getLogger(__name__)
-HANDOFF_WAIT_S = 5.0
+HANDOFF_WAIT_S = 2.0
 STAGING_SLOTS = 16
 CONNECT_S = 2.0
 
