@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import ATTENTION, load_attention
+from engine.attention import ATTENTION, Step, load_attention
 from engine.batch import Batch
+from engine.rotary import Rotary
 
 HEADS, KV_HEADS, DIM, BLOCK = 9, 3, 64, 32
 DECODE = [(512, 128), (2048, 32), (8192, 8)]  # (context, sequences): 48 MiB of K/V in bf16
 PREFILL = [512, 2048]
+UNROTATED = Rotary(torch.ones(1, DIM // 2), torch.zeros(1, DIM // 2))
 ROUNDS, SECONDS = 5, 0.4
 
 
@@ -40,8 +42,8 @@ class Problem:
         self.out = torch.empty_like(self.q)
         self.batch = Batch(
             tokens=torch.zeros(0, dtype=torch.int64),
-            positions=torch.zeros(0, dtype=torch.int64),
-            slots=torch.zeros(0, dtype=torch.int64),
+            positions=torch.zeros(len(self.q), dtype=torch.int64),
+            slots=torch.full((len(self.q),), -1),
             block_tables=torch.randperm(self.sequences * blocks).int().view(self.sequences, blocks),
             query_starts=torch.arange(0, len(self.q) + 1, self.queries, dtype=torch.int32),
             context_lens=torch.full((self.sequences,), self.context, dtype=torch.int32),
@@ -59,8 +61,9 @@ class Problem:
         return self.sequences * seen * HEADS * DIM * 4
 
     def paged(self, name: str, threads: int) -> Callable[[], object]:
-        attention = load_attention(name, threads)
-        return lambda: attention.attend(self.out, self.q, self.pool, 0, self.batch, DIM**-0.5)
+        qkv = torch.cat((self.q.flatten(1), torch.zeros(len(self.q), 2 * KV_HEADS * DIM, dtype=self.dtype)), dim=1)
+        attend = load_attention(name, threads).begin(Step(self.batch, self.pool, UNROTATED, qkv, self.out, DIM**-0.5))
+        return lambda: attend(0)
 
     def contiguous(self) -> Callable[[], object]:
         def heads(x: Tensor, count: int) -> Tensor:

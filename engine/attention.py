@@ -1,12 +1,15 @@
 """The attention seam: what a model needs of the paged pool, natively or in plain torch. Owns no memory; knows nothing of requests.
 
-Invariant: after `store`, the pool holds the K/V of every token of the batch, so `attend` reads all K/V from the pool alone.
+Invariant: a layer's K/V of every token of the batch is in the pool before its queries read it, so all K/V is read from the pool alone.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
 import headrace_native
+from headrace_native import Array
 from torch import Tensor
 
 from engine import reference
@@ -15,15 +18,27 @@ from engine.rotary import Rotary
 from protocol.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step's tensors, the same for every layer; activations and pool of one dtype (bf16 or fp32)."""
+
+    batch: Batch
+    pool: Tensor  # [num_blocks, KH, L, 2, B, D]
+    rotary: Rotary
+    qkv: Tensor  # [T, (H + 2 KH) D]: a layer's projections
+    out: Tensor  # [T, H, D]
+    scale: float
+
+    @property
+    def q(self) -> Tensor:
+        """[T, H, D], part of qkv."""
+        return self.qkv.view(len(self.qkv), -1, self.out.shape[2])[:, : self.out.shape[1]]
+
+
 class Attention(Protocol):
-    """`pool`: [num_blocks, KH, L, 2, B, D], of the activations' dtype (bf16 or fp32)."""
-
-    def store(self, qkv: Tensor, rotary: Rotary, pool: Tensor, layer: int, batch: Batch) -> None:
-        """Rotates q within qkv [T, (H + 2 KH) D] in place; writes the rotated k, and v, to the batch's slots."""
-        ...
-
-    def attend(self, out: Tensor, q: Tensor, pool: Tensor, layer: int, batch: Batch, scale: float) -> None:
-        """out [T, H, D] = softmax(q k^T * scale) v, causal; q [T, H, D] rotated, its rows may be part of wider ones."""
+    def begin(self, step: Step) -> Callable[[int], None]:
+        """The step's `attend(layer)`: rotates q within step.qkv in place, writes the rotated k, and v, to the batch's slots of the layer, then
+        step.out = softmax(q k^T * scale) v, causal. The caller fills step.qkv before each call."""
         ...
 
 
@@ -48,11 +63,16 @@ class NativeAttention:
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def store(self, qkv: Tensor, rotary: Rotary, pool: Tensor, layer: int, batch: Batch) -> None:
-        headrace_native.rope_write_kv(qkv, batch.positions, rotary.cos, rotary.sin, pool, layer, batch.slots, self._threads)
+    def begin(self, step: Step) -> Callable[[int], None]:
+        batch, threads = step.batch, self._threads
+        qkv, q, out, pool, cos, sin = map(Array, (step.qkv, step.q, step.out, step.pool, step.rotary.cos, step.rotary.sin))
+        positions, slots, tables, starts, lens = map(Array, (batch.positions, batch.slots, batch.block_tables, batch.query_starts, batch.context_lens))
 
-    def attend(self, out: Tensor, q: Tensor, pool: Tensor, layer: int, batch: Batch, scale: float) -> None:
-        headrace_native.paged_attention(out, q, pool, layer, batch.block_tables, batch.query_starts, batch.context_lens, scale, self._threads)
+        def attend(layer: int) -> None:
+            headrace_native.rope_write_kv(qkv, positions, cos, sin, pool, layer, slots, threads)
+            headrace_native.paged_attention(out, q, pool, layer, tables, starts, lens, step.scale, threads)
+
+        return attend
 
 
 class ReferenceAttention:
@@ -61,8 +81,11 @@ class ReferenceAttention:
     def __init__(self, threads: int) -> None:
         pass
 
-    def store(self, qkv: Tensor, rotary: Rotary, pool: Tensor, layer: int, batch: Batch) -> None:
-        reference.rope_write_kv(qkv, batch.positions, rotary.cos, rotary.sin, pool, layer, batch.slots)
+    def begin(self, step: Step) -> Callable[[int], None]:
+        batch, rotary = step.batch, step.rotary
 
-    def attend(self, out: Tensor, q: Tensor, pool: Tensor, layer: int, batch: Batch, scale: float) -> None:
-        reference.paged_attention(out, q, pool, layer, batch.block_tables, batch.query_starts, batch.context_lens, scale)
+        def attend(layer: int) -> None:
+            reference.rope_write_kv(step.qkv, batch.positions, rotary.cos, rotary.sin, step.pool, layer, batch.slots)
+            reference.paged_attention(step.out, step.q, step.pool, layer, batch.block_tables, batch.query_starts, batch.context_lens, step.scale)
+
+        return attend

@@ -4,18 +4,35 @@ Knows nothing of requests, sampling or scheduling. Invariant: with native attent
 not on the batch, the chunk or the number of threads that computed it.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import headrace_native
 import torch
 import torch.nn.functional as F
+from headrace_native import Array
 from torch import Tensor
 
-from engine.attention import Attention
+from engine.attention import Attention, Step
 from engine.batch import Batch
 from engine.model_config import ModelConfig
 from engine.rotary import Rotary
 from engine.weights import LayerWeights, Linear, Weights, load_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What flows between the layers, for some rows; every layer overwrites it."""
+
+    residual: Array  # [T, hidden]
+    hidden: Array  # [T, hidden]: normed, then a projection's result
+    gate_up: Array  # [T, 2 intermediate]
+    product: Array  # [T, intermediate]
+
+    @staticmethod
+    def of(residual: Tensor, hidden: Tensor, config: ModelConfig) -> "Rows":
+        rows, wide = len(residual), config.intermediate_size
+        return Rows(Array(residual), Array(hidden), Array(residual.new_empty(rows, 2 * wide)), Array(residual.new_empty(rows, wide)))
 
 
 class LlamaModel:
@@ -33,40 +50,42 @@ class LlamaModel:
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: Attention) -> Tensor:
         """fp32 logits [R, vocabulary] of the batch's logit_rows; afterwards `pool` [num_blocks, KH, L, 2, B, D] holds the K/V of its tokens."""
+        config, layers = self._config, self._weights.layers
         residual = F.embedding(batch.tokens, self._weights.embedding)
         hidden = torch.empty_like(residual)
-        last = self._config.num_layers - 1
-        headrace_native.rms_norm(hidden, residual, self._weights.layers[0].input_norm, self._config.rms_norm_eps, self._threads)
-        for index, layer in enumerate(self._weights.layers):
-            attended = self._attend(layer, index, hidden, batch, pool, attention)
-            if index == last:
-                residual, attended = residual[batch.logit_rows], attended[batch.logit_rows]
-                hidden = torch.empty_like(residual)
-            self._add_norm(hidden, residual, attended, layer.post_norm)
-            next_norm = self._weights.norm if index == last else self._weights.layers[index + 1].input_norm
-            self._add_norm(hidden, residual, self._feed_forward(layer, hidden), next_norm)
-        return self._linear(hidden, self._weights.head, torch.float32)
+        rows = Rows.of(residual, hidden, config)
+        step = self._step(batch, pool, residual)
+        qkv, attended, attend = Array(step.qkv), Array(step.out.flatten(1)), attention.begin(step)
+        headrace_native.rms_norm(rows.hidden, rows.residual, layers[0].input_norm, config.rms_norm_eps, self._threads)
+        for index, layer in enumerate(layers):
+            self._linear(qkv, rows.hidden, layer.qkv)
+            attend(index)
+            self._linear(rows.hidden, attended, layer.output)
+            if index + 1 == len(layers):  # from here on only the rows whose logits are wanted
+                residual, hidden = residual[batch.logit_rows], hidden[batch.logit_rows]
+                rows = Rows.of(residual, hidden, config)
+            self._feed_forward(layer, rows)
+            self._add_norm(rows, self._weights.norm if index + 1 == len(layers) else layers[index + 1].input_norm)
+        logits = torch.empty(len(batch.logit_rows), config.vocab_size)
+        self._linear(Array(logits), rows.hidden, self._weights.head)
+        return logits
 
-    def _attend(self, layer: LayerWeights, index: int, hidden: Tensor, batch: Batch, pool: Tensor, attention: Attention) -> Tensor:
+    def _step(self, batch: Batch, pool: Tensor, like: Tensor) -> Step:
         config = self._config
-        qkv = self._linear(hidden, layer.qkv)
-        attention.store(qkv, self._rotary, pool, index, batch)
-        q = qkv.view(qkv.shape[0], -1, config.head_dim)[:, : config.num_heads]
-        out = q.new_empty(q.shape)
-        attention.attend(out, q, pool, index, batch, config.head_dim**-0.5)
-        return self._linear(out.view(out.shape[0], -1), layer.output)
+        qkv = like.new_empty(len(like), (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        out = like.new_empty(len(like), config.num_heads, config.head_dim)
+        return Step(batch, pool, self._rotary, qkv, out, config.head_dim**-0.5)
 
-    def _feed_forward(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        gate_up = self._linear(hidden, layer.gate_up)
-        product = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        headrace_native.silu_mul(product, gate_up, self._threads)
-        return self._linear(product, layer.down)
+    def _feed_forward(self, layer: LayerWeights, rows: Rows) -> None:
+        """Adds rows.hidden (the attention's result) to the residual; rows.hidden is then what the layer adds next."""
+        self._add_norm(rows, layer.post_norm)
+        self._linear(rows.gate_up, rows.hidden, layer.gate_up)
+        headrace_native.silu_mul(rows.product, rows.gate_up, self._threads)
+        self._linear(rows.hidden, rows.product, layer.down)
 
-    def _linear(self, x: Tensor, layer: Linear, dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, K] -> [T, N], of x's dtype or the one named: the one place where matrices are multiplied."""
-        out = x.new_empty((x.shape[0], layer.outputs), dtype=dtype)
+    def _add_norm(self, rows: Rows, weight: Array) -> None:
+        headrace_native.add_rms_norm(rows.hidden, rows.residual, rows.hidden, weight, self._config.rms_norm_eps, self._threads)
+
+    def _linear(self, out: Array, x: Array, layer: Linear) -> None:
+        """x [T, K] -> out [T, N]: the one place where matrices are multiplied."""
         headrace_native.linear(out, x, layer.packed, layer.bias, self._threads)
-        return out
-
-    def _add_norm(self, hidden: Tensor, residual: Tensor, x: Tensor, weight: Tensor) -> None:
-        headrace_native.add_rms_norm(hidden, residual, x, weight, self._config.rms_norm_eps, self._threads)

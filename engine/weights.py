@@ -9,6 +9,7 @@ from pathlib import Path
 
 import headrace_native
 import torch
+from headrace_native import Array
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -22,9 +23,9 @@ PANEL = 16  # outputs that the native product packs side by side
 class Linear:
     """y [T, outputs] = x weight^T + bias, the weight packed for headrace_native.linear; bias fp32 or none."""
 
-    packed: Tensor
+    packed: Array
     outputs: int
-    bias: Tensor | None = None
+    bias: Array | None = None
 
     @staticmethod
     def of(weight: Tensor, bias: Tensor | None = None) -> "Linear":
@@ -33,15 +34,15 @@ class Linear:
         pair = 2 if weight.dtype == torch.bfloat16 else 1
         packed = weight.new_empty(-(-outputs // PANEL), width // pair, PANEL * pair)
         headrace_native.pack_linear(packed, weight)
-        return Linear(packed, outputs, None if bias is None else bias.float())
+        return Linear(Array(packed), outputs, None if bias is None else Array(bias.float()))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    input_norm: Tensor
+    input_norm: Array
     qkv: Linear
     output: Linear
-    post_norm: Tensor
+    post_norm: Array
     gate_up: Linear
     down: Linear
 
@@ -50,7 +51,7 @@ class LayerWeights:
 class Weights:
     embedding: Tensor
     layers: list[LayerWeights]
-    norm: Tensor
+    norm: Array
     head: Linear
 
 
@@ -61,7 +62,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weigh
     return Weights(
         embedding=embedding,
         layers=[_layer(tensors, f"model.layers.{index}", config) for index in range(config.num_layers)],
-        norm=tensors.read("model.norm.weight", config.hidden_size),
+        norm=Array(tensors.read("model.norm.weight", config.hidden_size)),
         head=Linear.of(embedding if config.tie_word_embeddings else tensors.read("lm_head.weight", config.vocab_size, config.hidden_size)),
     )
 
@@ -71,10 +72,10 @@ def _layer(tensors: "_Tensors", name: str, config: ModelConfig) -> LayerWeights:
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
     return LayerWeights(
-        input_norm=tensors.read(f"{name}.input_layernorm.weight", hidden),
+        input_norm=Array(tensors.read(f"{name}.input_layernorm.weight", hidden)),
         qkv=tensors.fused({f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv}, hidden, config.attention_bias),
         output=tensors.fused({f"{attention}.o_proj": hidden}, q, config.attention_bias),
-        post_norm=tensors.read(f"{name}.post_attention_layernorm.weight", hidden),
+        post_norm=Array(tensors.read(f"{name}.post_attention_layernorm.weight", hidden)),
         gate_up=tensors.fused({f"{mlp}.gate_proj": wide, f"{mlp}.up_proj": wide}, hidden, config.mlp_bias),
         down=tensors.fused({f"{mlp}.down_proj": hidden}, wide, config.mlp_bias),
     )

@@ -2,15 +2,15 @@
 // Arrays are used in place (never converted, never copied); the GIL is released while kernels run.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -21,7 +21,21 @@ namespace nb = nanobind;
 namespace headrace {
 namespace {
 
-using Array = nb::ndarray<nb::device::cpu>;
+using NdArray = nb::ndarray<nb::device::cpu>;
+
+// A tensor in place. Taking one from Python costs 2 us, so what is used again and again is wrapped once (headrace_native.Array).
+class Array {
+  public:
+    explicit Array(NdArray array) : array_(std::move(array)) {}
+    nb::dlpack::dtype dtype() const { return array_.dtype(); }
+    size_t ndim() const { return array_.ndim(); }
+    size_t shape(size_t i) const { return array_.shape(i); }
+    int64_t stride(size_t i) const { return array_.stride(i); }
+    void* data() const { return array_.data(); }
+
+  private:
+    NdArray array_;
+};
 
 // ---- which kernels -------------------------------------------------------------------------------------------------------------
 
@@ -306,7 +320,7 @@ void pack_linear(const Array& packed, const Array& weight) {
 
 constexpr int64_t PANELS_PER_UNIT = 4;
 
-void linear(const Array& out, const Array& x, const Array& packed, const std::optional<Array>& bias, int num_threads) {
+void linear(const Array& out, const Array& x, const Array& packed, const Array* bias, int num_threads) {
     Dtype dtype = float_dtype(x, "x"), out_dtype = float_dtype(out, "out");
     require_float(x, "x", dtype, {-1, -1});
     require_contiguous(x, "x");
@@ -336,18 +350,19 @@ void linear(const Array& out, const Array& x, const Array& packed, const std::op
 
 NB_MODULE(headrace_native, m) {
     using namespace headrace;
-    auto array = [](const char* name) { return nb::arg(name).noconvert(); };
+    nb::class_<Array>(m, "Array", "A tensor wrapped once, to be passed many times where a tensor is expected.").def(nb::init<NdArray>(), nb::arg("tensor"));
+    nb::implicitly_convertible<NdArray, Array>();
     m.def("instruction_sets", instruction_sets, "Instruction sets of this machine that there are kernels for, the fastest first.");
     m.def("instruction_set", [] { return std::string(chosen.load()->name); });
     m.def("use_instruction_set", use_instruction_set, nb::arg("name"), "For tests: take other kernels than the fastest, in the whole process.");
-    m.def("paged_attention", paged_attention, array("out"), array("q"), array("pool"), nb::arg("layer"), array("block_tables"), array("query_starts"),
-          array("context_lens"), nb::arg("scale"), nb::arg("num_threads") = 1);
-    m.def("write_kv", write_kv, array("pool"), nb::arg("layer"), array("k"), array("v"), array("slots"));
-    m.def("rope_write_kv", rope_write_kv, array("qkv"), array("positions"), array("cos"), array("sin"), array("pool"), nb::arg("layer"), array("slots"),
+    m.def("paged_attention", paged_attention, nb::arg("out"), nb::arg("q"), nb::arg("pool"), nb::arg("layer"), nb::arg("block_tables"), nb::arg("query_starts"),
+          nb::arg("context_lens"), nb::arg("scale"), nb::arg("num_threads") = 1);
+    m.def("write_kv", write_kv, nb::arg("pool"), nb::arg("layer"), nb::arg("k"), nb::arg("v"), nb::arg("slots"));
+    m.def("rope_write_kv", rope_write_kv, nb::arg("qkv"), nb::arg("positions"), nb::arg("cos"), nb::arg("sin"), nb::arg("pool"), nb::arg("layer"), nb::arg("slots"),
           nb::arg("num_threads") = 1);
-    m.def("rms_norm", rms_norm, array("out"), array("x"), array("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
-    m.def("add_rms_norm", add_rms_norm, array("out"), array("residual"), array("x"), array("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
-    m.def("pack_linear", pack_linear, array("packed"), array("weight"));
-    m.def("linear", linear, array("out"), array("x"), array("packed"), nb::arg("bias").noconvert().none() = nb::none(), nb::arg("num_threads") = 1);
-    m.def("silu_mul", silu_mul, array("out"), array("gate_up"), nb::arg("num_threads") = 1);
+    m.def("rms_norm", rms_norm, nb::arg("out"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
+    m.def("add_rms_norm", add_rms_norm, nb::arg("out"), nb::arg("residual"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
+    m.def("pack_linear", pack_linear, nb::arg("packed"), nb::arg("weight"));
+    m.def("linear", linear, nb::arg("out"), nb::arg("x"), nb::arg("packed"), nb::arg("bias").none() = nb::none(), nb::arg("num_threads") = 1);
+    m.def("silu_mul", silu_mul, nb::arg("out"), nb::arg("gate_up"), nb::arg("num_threads") = 1);
 }

@@ -1,13 +1,13 @@
 """Every row of ATTENTION against dense attention in fp64: mixed batches, partial blocks, shared blocks, garbage in unused slots."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import ATTENTION, Attention, load_attention
+from engine.attention import ATTENTION, Attention, Step, load_attention
 from engine.batch import Batch
 from engine.rotary import Rotary
 from protocol.errors import ConfigError
@@ -76,10 +76,8 @@ class Case:
         """The attended rows of each range."""
         shape, batch = self.shape, self.batch(ranges, stored)
         qkv = torch.cat([self.qkv[s][first:last] for s, first, last in ranges])
-        attention.store(qkv, shape.rotary(), self.pool, 1, batch)
-        q = qkv.view(len(qkv), -1, shape.dim)[:, : shape.heads]
-        out = torch.full(q.shape, float("nan"), dtype=self.dtype)
-        attention.attend(out, q, self.pool, 1, batch, shape.dim**-0.5)
+        out = torch.full((len(qkv), shape.heads, shape.dim), float("nan"), dtype=self.dtype)
+        attention.begin(Step(batch, self.pool, shape.rotary(), qkv, out, shape.dim**-0.5))(1)
         return list(out.split([last - first for _, first, last in ranges]))
 
     def dense(self, sequence: int) -> Tensor:
@@ -140,14 +138,15 @@ def test_scores_far_apart_do_not_overflow(attention: Attention) -> None:
     case.prefill_then_query(attention)
 
 
-def test_store_rotates_as_the_table_says(attention: Attention) -> None:
+def test_the_step_rotates_as_the_table_says(attention: Attention) -> None:
     """One head of dim 4 at position 1, by hand: pairs are (i, i + 2)."""
     cos, sin = torch.tensor([[1.0, 1.0], [0.5, 0.25]]), torch.tensor([[0.0, 0.0], [2.0, 3.0]])
     qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0]])
     pool = torch.zeros(2, 1, 1, 2, 32, 4)
     batch = Case(Shape(1, 1, 4), torch.float32, [(2, 1)]).batch([(0, 1, 2)])
     slot = int(batch.slots[0]) % 64
-    attention.store(qkv, Rotary(cos, sin), pool, 0, Batch(**{f: getattr(batch, f) for f in batch.__slots__} | {"slots": torch.tensor([slot])}))
+    batch = replace(batch, slots=torch.tensor([slot]), block_tables=torch.tensor([[slot // 32]], dtype=torch.int32))
+    attention.begin(Step(batch, pool, Rotary(cos, sin), qkv, torch.empty(1, 1, 4), 1.0))(0)
     assert qkv[0, :4].tolist() == [0.5 - 6.0, 0.5 - 12.0, 1.5 + 2.0, 1.0 + 6.0]
     block, offset = divmod(slot, 32)
     assert pool[block, 0, 0, 0, offset].tolist() == [2.5 - 14.0, 1.5 - 24.0, 3.5 + 10.0, 2.0 + 18.0]

@@ -1,6 +1,7 @@
 """LlamaModel against transformers on tiny random models: the whole prompt, in chunks, token by token, and in mixed batches."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_only_the_rows_asked_for_get_logits(tmp_path: Path) -> None:
         logit_rows=torch.tensor([74, 3]),
     )
     torch.testing.assert_close(served.model.forward(batch, served.pool, served.attention), whole[[74, 3]], atol=1e-5, rtol=0)
-    no_logits = Batch(**{name: getattr(batch, name) for name in batch.__slots__} | {"logit_rows": torch.zeros(0, dtype=torch.int64)})
+    no_logits = replace(batch, logit_rows=torch.zeros(0, dtype=torch.int64))
     assert served.model.forward(no_logits, served.pool, served.attention).shape == (0, SMALL["vocab_size"])
 
 
