@@ -18,7 +18,7 @@ from engine.sequence import Export, SequenceKey, Submission
 from engine.tokenizer import Tokenizer
 from kvstore.hashing import private_hash
 from protocol.request import GenerationRequest, Sampling
-from tests.fakes.model import write_tiny_model
+from fakes.model import write_tiny_model
 
 
 @pytest.fixture(scope="module")
