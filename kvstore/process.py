@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,11 @@ class StoreProcess:
         return self._running.member.address if self._running else ""
 
     def status(self) -> dict[str, Any]:
-        if self._running is not None and self._thread.is_alive():
-            # Plain counts, read without the loop: one that is a moment old does no harm.
-            self._status = {"name": self._config.name, "generation": self._generation, "pid": os.getpid(), **self._running.counts()}
+        """The last counts where the loop does not give new ones within a second."""
+        if self._running is not None:
+            with suppress(TimeoutError):
+                counts = self._call(self._running.counts(), 1.0)
+                self._status = {"name": self._config.name, "generation": self._generation, "pid": os.getpid(), **counts}
         return self._status
 
     def drain(self, deadline_s: float) -> None:
@@ -134,7 +137,7 @@ class _Running:
         running._announcing = asyncio.create_task(running._keep_announced())
         return running
 
-    def counts(self) -> dict[str, Any]:
+    async def counts(self) -> dict[str, Any]:
         return {**self._node.store.status(self._node.now()), "draining": self._service.draining, **self._service.counters()}
 
     async def drain(self, deadline_s: float) -> None:

@@ -36,8 +36,11 @@ async def main():
     async with client("victim") as c:
         session = await c.sessions.get(StoreAddress("", 0, sys.argv[1]))
         await c.mover.attach(session, "r", 1, [Key(name, LAYOUT.block_bytes) for name in names(1, 2, 3)], soon(60))
-        print("attached", flush=True)
-        await asyncio.sleep(60)
+        with session.writing():
+            if sys.argv[2] == "broken":
+                session._stream.cancel()
+            print("attached", flush=True)
+            await asyncio.sleep(60)
 
 asyncio.run(main())
 """
@@ -47,19 +50,25 @@ async def hints_of(redis: Redis, index: int) -> dict[bytes, bytes]:
     return await redis.hgetall(f"headrace:v1:test:hint:{names(index)[0].hex()}")
 
 
-async def test_a_killed_writer_gives_its_slots_back_and_a_stopped_one_does_not(tmp_path):
+@pytest.mark.parametrize("stream", ["whole", "broken"])
+async def test_only_the_end_of_a_writer_gives_its_slots_back(tmp_path, stream):
+    """Neither its stop nor a broken stream does: it may still be writing."""
     with store_subprocess(node_config("s"), tmp_path) as (_, address):
         async with client() as c:
             session = await c.session(address)
-            with subprocess_of("-c", WRITER, address.address) as (writer, line):
-                assert line == "attached" and (await status_of(session)).slots_reserved == 3
+
+            async def slots(state: str) -> int:
+                return getattr(await status_of(session), f"slots_{state}")
+
+            with subprocess_of("-c", WRITER, address.address, stream) as (writer, line):
+                assert line == "attached"
                 writer.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(0.2)
-                assert (await status_of(session)).slots_reserved == 3
+                await asyncio.sleep(0.6)
+                assert await slots("reserved" if stream == "whole" else "quarantined") == 3
                 writer.kill()
 
                 async def free() -> bool:
-                    return (await status_of(session)).slots_free == 16
+                    return await slots("free") == 16
 
                 await until(free)
             assert list((await status_of(session)).violations) == []

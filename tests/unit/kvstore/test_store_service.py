@@ -1,6 +1,7 @@
 """Service, session and mover together: real gRPC and real shared memory, in one process, with Redis away."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
@@ -124,6 +125,35 @@ async def test_a_corrupt_copy_is_a_miss_and_goes(store):
         status = await status_of(at_d)
         assert list(status.hashes) == names(1) and status.counters["corrupt"] == 1 and list(status.violations) == []
         assert (await d.mover.put(at_d, "", blocks_of([2], at=8), soon())).num_blocks == 1
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+async def test_a_cancelled_call_returns_only_when_no_thread_touches_the_pool(store, monkeypatch, direction):
+    async with client() as c:
+        session = await c.session(store)
+        await c.mover.put(session, "", blocks_of([1]), soon())
+        began, may_end, move = threading.Event(), threading.Event(), getattr(c.endpoint, direction)
+
+        def slow(*arguments) -> None:
+            began.set()
+            may_end.wait(10)
+            move(*arguments)
+
+        monkeypatch.setattr(c.endpoint, direction, slow)
+        if direction == "read":
+            task = asyncio.create_task(c.mover.fetch(session, "", blocks_of([1]), wait_until=0, deadline=soon()))
+        else:
+            task = asyncio.create_task(c.mover.put(session, "", blocks_of([2]), soon()))
+        await asyncio.to_thread(began.wait, 10)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.02)
+            assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        status = await status_of(session)
+        assert (status.leases, status.slots_reserved, status.slots_quarantined) == (0, 0, 0)
 
 
 async def test_checksums_tell_blocks_layouts_and_fidelities_apart():
