@@ -125,16 +125,19 @@ class Controller:
                 log.exception("a look at the processes failed")
 
     def _look(self, timeout_s: float) -> None:
-        """One status call to every member that has none outstanding; takes the answers that come within `timeout_s`."""
+        """At most one status call to each member at a time: takes late answers, asks whoever has none outstanding, waits for `timeout_s`."""
         with self._lock:
-            asked: dict[ray.ObjectRef, Member] = {}
+            self._take_answers(timeout_s=0)
             for member in self._members.values():
                 if member.asked is None:
                     member.asked = member.actor.status.remote()
-                asked[member.asked] = member
-            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-            for reference in answered:
-                self._take(asked[reference], reference)
+            self._take_answers(timeout_s)
+
+    def _take_answers(self, timeout_s: float) -> None:
+        asked = {member.asked: member for member in self._members.values() if member.asked is not None}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+        for reference in answered:
+            self._take(asked[reference], reference)
 
     def _take(self, member: Member, reference: ray.ObjectRef) -> None:
         member.asked = None

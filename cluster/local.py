@@ -124,7 +124,7 @@ class Cluster:
 
     def _spawn(self, run_folder: Path) -> None:
         ours, theirs = socket.socketpair()
-        environment = dict(os.environ) | host_environment(run_folder)
+        environment = dict(os.environ) | (private_ray_environment(run_folder) if self.config.ray.address is None else {})
         if self._programs.python_path:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [self._programs.python_path, environment.get("PYTHONPATH", "")]))
         host = [sys.executable, "-P", "-m", "cluster.host", str(theirs.fileno())]
@@ -204,10 +204,11 @@ def check_port_free(host: str, port: int) -> None:
             ) from None
 
 
-def host_environment(run_folder: Path) -> dict[str, str]:
-    """What Ray reads from the environment: no usage reports, and an access token of this run alone, in a private file."""
+def private_ray_environment(run_folder: Path) -> dict[str, str]:
+    """What Ray reads from the environment: no usage reports, an access token of this run alone in a private file, loopback only."""
     token = run_folder / "ray.token"
     descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32))
-    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN_PATH": str(token)}
+    # Without the last one Ray takes 127.0.0.1 for "an address that others can reach" and listens on every network.
+    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

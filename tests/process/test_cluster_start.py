@@ -104,6 +104,15 @@ def test_secrets_are_in_no_log_and_on_no_command_line(cluster: Cluster) -> None:
             assert password not in " ".join(process.cmdline())
 
 
+def test_nothing_listens_beyond_this_machine(cluster: Cluster) -> None:
+    listening = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            listening += [(process.name(), c.laddr.ip, c.laddr.port) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert len(listening) > 2
+    assert [entry for entry in listening if not entry[1].removeprefix("::ffff:").startswith("127.")] == []
+
+
 def test_a_killed_worker_runs_again_with_a_new_generation(cluster: Cluster) -> None:
     before = status_of(cluster, "worker:decode-0")
     os.kill(cluster.pids()["worker:decode-0"], signal.SIGKILL)
