@@ -23,6 +23,7 @@ from protocol.instants import Instant
 from protocol.request import GenerationRequest
 
 log = logging.getLogger(__name__)
+PREFIX_WAIT_S = 1.0  # for prefix blocks on their way to this node's store, when nothing was handed off
 Emit = Callable[[pb.Row], None]
 LocalStore = Callable[[], Awaitable[StoreSession | None]]
 
@@ -144,7 +145,7 @@ class DecodeJob:
             session = await self._service.local_store()
             if session is not None:
                 blocks = [PoolBlock(item.hash, item.block, item.num_tokens, item.private) for item in items]
-                wait_until = min(deadline, time.time() + self._service.handoff_wait_s) if self._is_handoff else time.time()
+                wait_until = min(deadline, time.time() + (self._service.handoff_wait_s if self._is_handoff else PREFIX_WAIT_S))
                 report = await self._service.mover.fetch(session, self._hold, blocks, wait_until=wait_until, expect=self._is_handoff, deadline=deadline)
                 good = report.num_blocks
                 self._work.pulled_blocks += report.num_blocks

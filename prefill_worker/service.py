@@ -22,6 +22,7 @@ from protocol.instants import Instant
 from protocol.request import GenerationRequest
 
 log = logging.getLogger(__name__)
+PREFIX_WAIT_S = 1.0  # for prefix blocks that are on their way to this node's store: they are a matter of milliseconds, or not worth waiting for
 Emit = Callable[[pb.Row], None]
 LocalStore = Callable[[], Awaitable[StoreSession | None]]
 
@@ -124,7 +125,8 @@ class PrefillJob:
             session = await self._service.local_store()
             if session is not None:
                 blocks = [PoolBlock(item.hash, item.block, item.num_tokens) for item in items]
-                report = await self._service.mover.fetch(session, self._hold, blocks, wait_until=time.time(), expect=False, deadline=self._request.deadline)
+                until = min(self._request.deadline, time.time() + PREFIX_WAIT_S)
+                report = await self._service.mover.fetch(session, self._hold, blocks, wait_until=until, expect=False, deadline=self._request.deadline)
                 good = report.num_blocks
                 self._pushed.pulled_blocks += report.num_blocks
                 self._pushed.pulled_bytes += report.bytes
