@@ -49,7 +49,7 @@ proto: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. protocol/headrace.proto
 
 bench-vllm: $(STAMP) model
-	@bash bench/vllm.sh $(ARGS)
+	@$(BIN)/python -m bench.vllm $(ARGS)
 
 clean:
 	@rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
