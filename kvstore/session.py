@@ -213,7 +213,7 @@ class StoreSession:
 
     async def _receive(self) -> str:
         try:
-            while (reply := await self._stream.read()) is not grpc.aio.EOF:
+            while isinstance(reply := await self._stream.read(), pb.StoreReply):
                 future = self._waiting.pop(reply.call, None)
                 if future is not None and not future.done():
                     future.set_result(reply)
@@ -245,7 +245,7 @@ class StoreSession:
 async def _greet(stream: Stream, hello: pb.StoreHello, address: StoreAddress) -> pb.StoreWelcome:
     await stream.write(pb.StoreRequest(hello=hello))
     reply = await stream.read()
-    if reply is grpc.aio.EOF:
+    if not isinstance(reply, pb.StoreReply):
         raise StoreLost(f"store {address.name} at {address.address} refused the session: {await stream.details()}")
     if reply.WhichOneof("body") == "failure":
         raise error_from_code(reply.failure.code, reply.failure.message)
