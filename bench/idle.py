@@ -15,7 +15,7 @@ from cli.config import load_config
 from cluster.local import Cluster
 
 EMPTY_RAY = """
-import sys, time, tempfile, shutil
+import sys
 from cluster.ray_runtime import empty_actors
 with empty_actors(int(sys.argv[1])):
     print("ready", flush=True)
@@ -65,7 +65,9 @@ def main() -> None:
         print(f"{100 * seconds / arguments.seconds:6.2f} %  {name}")
     cluster, ray = (100 * sum(part.values()) / arguments.seconds for part in (ours, empty))
     print(f"cluster {cluster:.2f} %, {actors} empty Ray actors {ray:.2f} %, difference {cluster - ray:.2f} % of one core")
-    print(json.dumps({"bench": "idle", "cluster_percent": round(cluster, 2), "empty_ray_percent": round(ray, 2), "difference_percent": round(cluster - ray, 2)}))
+    print(
+        json.dumps({"bench": "idle", "cluster_percent": round(cluster, 2), "empty_ray_percent": round(ray, 2), "difference_percent": round(cluster - ray, 2)})
+    )
 
 
 if __name__ == "__main__":

@@ -128,9 +128,7 @@ class BlockMover:
                     return await self._in_thread(partial(self._write, session.peer, blocks, staging, deadline))
             return await self._in_thread(partial(self._write, session.peer, blocks, 0, deadline))
 
-    def _write(
-        self, peer: str, blocks: Sequence[tuple[PoolBlock, Grant]], staging: int, deadline: float
-    ) -> tuple[list[pb.CommitBlock], int, float]:
+    def _write(self, peer: str, blocks: Sequence[tuple[PoolBlock, Grant]], staging: int, deadline: float) -> tuple[list[pb.CommitBlock], int, float]:
         spans, commits = [], []
         for (name, block, num_tokens, _), grant in blocks:
             local, length = block * self.block_bytes, self.block_bytes

@@ -198,9 +198,7 @@ class StoreService:
 
     def _commit(self, client: Client, request: pb.StoreRequest) -> pb.StoreReply:
         with self._node.changing() as store:
-            done = [
-                store.commit(client.id, b.reservation, b.length, b.checksum, b.fidelity, b.num_tokens, self._node.now()) for b in request.commit.blocks
-            ]
+            done = [store.commit(client.id, b.reservation, b.length, b.checksum, b.fidelity, b.num_tokens, self._node.now()) for b in request.commit.blocks]
         return pb.StoreReply(commit=pb.CommitReply(accepted=[c.accepted for c in done], present=[c.present for c in done]))
 
     def _abandon(self, client: Client, request: pb.StoreRequest) -> pb.StoreReply:
@@ -224,9 +222,7 @@ class StoreService:
             expect=acquire.expect,
         )
         blocks = [
-            pb.LeasedBlock(
-                offset=self._node.store.offset(b.slot), length=b.length, checksum=b.checksum, fidelity=b.fidelity, num_tokens=b.num_tokens
-            )
+            pb.LeasedBlock(offset=self._node.store.offset(b.slot), length=b.length, checksum=b.checksum, fidelity=b.fidelity, num_tokens=b.num_tokens)
             for b in acquired.blocks
         ]
         client.answer(request.call, pb.StoreReply(acquire=pb.AcquireReply(lease=acquired.lease, blocks=blocks)))
@@ -276,4 +272,3 @@ def _grants(grants: Sequence[Grant]) -> pb.StoreReply:
 
 def _failure(error: HeadraceError) -> pb.StoreReply:
     return pb.StoreReply(failure=pb.Failure(code=error.code, message=error.message))
-

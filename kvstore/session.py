@@ -60,9 +60,7 @@ class StoreSession:
         self._task = asyncio.create_task(self._run())
 
     @classmethod
-    async def connect(
-        cls, address: StoreAddress, *, token: str, endpoint: Endpoint, generation: int, layout: BlockLayout, deadline: float
-    ) -> "StoreSession":
+    async def connect(cls, address: StoreAddress, *, token: str, endpoint: Endpoint, generation: int, layout: BlockLayout, deadline: float) -> "StoreSession":
         """Raises StoreLost, LayoutMismatch, TransferFailed or DeadlineExceeded."""
         process = identify(os.getpid())
         hello = pb.StoreHello(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.model import write_tiny_model
 
 from engine.config import EngineConfig
 from engine.engine import Chunk, Engine, Event, Exported, Failed, Load
@@ -18,7 +19,6 @@ from engine.sequence import Export, SequenceKey, Submission
 from engine.tokenizer import Tokenizer
 from kvstore.hashing import private_hash
 from protocol.request import GenerationRequest, Sampling
-from fakes.model import write_tiny_model
 
 
 @pytest.fixture(scope="module")
