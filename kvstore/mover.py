@@ -18,14 +18,15 @@ from typing import NamedTuple, TypeVar
 from kvstore.codec import Bytes, block_checksum, open_codec
 from kvstore.hashing import BlockHash
 from kvstore.layout import BlockLayout
-from kvstore.session import StoreSession
+from kvstore.session import ANSWER_S, StoreSession
 from kvstore.store import Grant, Key, Mover
 from protocol import headrace_pb2 as pb
-from protocol.errors import CorruptBlock, DeadlineExceeded, HeadraceError
+from protocol.errors import CorruptBlock, DeadlineExceeded, HeadraceError, TransferTimeout
 from transport.endpoint import Endpoint, Span
 
 CHUNK = 16  # blocks a transfer, and a commit
 GRACE_S = 2.0  # for the store's answer beyond the time until which it waits
+TRANSFER_S = 10.0  # at most, for one transfer, whatever time the request has left: a peer that has stopped must not keep a thread
 T = TypeVar("T")
 
 
@@ -89,6 +90,10 @@ class BlockMover:
     def arena_bytes(layout: BlockLayout, num_blocks: int, staging_slots: int = 2) -> int:
         return (num_blocks + staging_slots) * layout.block_bytes
 
+    @property
+    def writes_may_land_late(self) -> bool:
+        return self._endpoint.writes_may_land_late
+
     def counters(self) -> dict[str, float]:
         return {**self._counters, **self._seconds}
 
@@ -103,7 +108,8 @@ class BlockMover:
     ) -> "PushPlan":
         """Ask who moves each block; close the plan in the end. Raises what the session raises."""
         named = [Key(BlockHash(key.hash), key.length, key.private) for key in keys]
-        grants = await session.attach(request_id, attempt, named, deadline, allow_pull=allow_pull)
+        answer_by = min(deadline, time.time() + ANSWER_S)
+        grants = await session.attach(request_id, attempt, named, answer_by, allow_pull=allow_pull, until=deadline)
         return PushPlan(self, session, request_id, attempt, {key.hash: grant for key, grant in zip(named, grants, strict=True)})
 
     async def put(self, session: StoreSession, request_id: str, blocks: Sequence[PoolBlock], deadline: float) -> PushReport:
@@ -129,6 +135,8 @@ class BlockMover:
             return await self._in_thread(partial(self._write, session.peer, blocks, 0, deadline))
 
     def _write(self, peer: str, blocks: Sequence[tuple[PoolBlock, Grant]], staging: int, deadline: float) -> tuple[list[pb.CommitBlock], int, float]:
+        if deadline <= time.time():
+            raise DeadlineExceeded("the deadline passed before the write", stage="kv_push")
         spans, commits = [], []
         for (name, block, num_tokens, _), grant in blocks:
             local, length = block * self.block_bytes, self.block_bytes
@@ -141,7 +149,7 @@ class BlockMover:
                 pb.CommitBlock(reservation=grant.reservation, length=length, checksum=checksum, fidelity=self._codec.fidelity, num_tokens=num_tokens)
             )
         started = time.monotonic()
-        self._endpoint.write(peer, spans, started + deadline - time.time())
+        self._endpoint.write(peer, spans, started + min(deadline - time.time(), TRANSFER_S))
         seconds, num_bytes = time.monotonic() - started, sum(span.length for span in spans)
         self._seconds["push_s"] += seconds
         self._counters.update(push_blocks=len(blocks), push_bytes=num_bytes)
@@ -172,7 +180,7 @@ class BlockMover:
                 wait_until=min(wait_until, deadline),
                 lease_until=deadline,
                 fidelity=self._codec.fidelity,
-                deadline=deadline + GRACE_S,
+                deadline=min(deadline, max(wait_until, time.time())) + GRACE_S,
                 expect=expect,
                 allow_pull=allow_pull,
             )
@@ -234,7 +242,7 @@ class BlockMover:
 
     def _timed_read(self, peer: str, spans: Sequence[Span], deadline: float) -> float:
         started = time.monotonic()
-        self._endpoint.read(peer, spans, started + deadline - time.time())
+        self._endpoint.read(peer, spans, started + min(deadline - time.time(), TRANSFER_S))
         return time.monotonic() - started
 
     def _passes(self, offset: int, name: BlockHash, leased: pb.LeasedBlock) -> bool:
@@ -334,7 +342,8 @@ class PushPlan:
         try:
             commits, num_bytes, seconds = await self._mover.write(self._session, chunk, deadline)
         except HeadraceError as error:
-            self._abandon([grant.reservation for _, grant in chunk])
+            if not (isinstance(error, TransferTimeout) and self._mover.writes_may_land_late):  # else the slots stay this process's as long as it lives
+                self._abandon([grant.reservation for _, grant in chunk])
             self._failed(report, chunk, error)
             return []
         report.bytes += num_bytes
@@ -343,7 +352,7 @@ class PushPlan:
 
     async def _commit(self, report: PushReport, chunk: Sequence[tuple[PoolBlock, Grant]], commits: list[pb.CommitBlock], deadline: float) -> None:
         try:
-            reply = await self._session.commit(self._request_id, self._attempt, commits, deadline + GRACE_S)
+            reply = await self._session.commit(self._request_id, self._attempt, commits, min(deadline, time.time() + ANSWER_S) + GRACE_S)
         except HeadraceError as error:
             self._failed(report, chunk, error)
             return

@@ -52,11 +52,12 @@ class Puller:
         """Begin to pull; what cannot be reserved is answered NO_CREDIT, what is here by now HAVE."""
         answers: dict[BlockHash, Grant] = {name: Grant(Mover.PULL) for name in places if name in self._pulling}
         by_place: dict[Place, dict[BlockHash, Grant]] = {}
+        now = self._node.now()  # one for all: the first may be refused, but none after a grant
         for name, place in places.items():
             if name in answers:
                 continue
             with self._node.changing() as store:
-                (grant,) = store.attach(SELF, request_id, attempt, [Key(name, store.slot_bytes)], deadline, self._node.now())
+                (grant,) = store.attach(SELF, request_id, attempt, [Key(name, store.slot_bytes)], deadline, now)
             answers[name] = Grant(Mover.PULL) if grant.mover is Mover.PUSH else grant
             if grant.mover is Mover.PUSH:
                 by_place.setdefault(place, {})[name] = grant

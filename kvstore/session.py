@@ -177,10 +177,16 @@ class StoreSession:
         future: asyncio.Future[pb.StoreReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = future
         try:
-            async with asyncio.timeout(ANSWER_S if deadline is None else deadline - time.time()):
-                reply = await future
-        except TimeoutError:
-            raise DeadlineExceeded(f"store {self.name} did not answer {request.WhichOneof('body')}", stage="store") from None
+            await asyncio.wait([future], timeout=max(0.0, ANSWER_S if deadline is None else deadline - time.time()))
+        except asyncio.CancelledError:
+            if future.done() and future.exception() is None:
+                self._give_back(future.result())
+            future.cancel()
+            raise
+        if not future.done():
+            future.cancel()  # _receive gives back what comes now
+            raise DeadlineExceeded(f"store {self.name} did not answer {request.WhichOneof('body')}", stage="store")
+        reply = future.result()
         if reply.WhichOneof("body") == "failure":
             raise error_from_code(reply.failure.code, reply.failure.message, stage="store")
         return reply
