@@ -56,6 +56,7 @@ class DecodeJob:
         self._work = pb.Work(codec=service.mover.codec, transport=service.mover.transport)
         self._first_row = True
         self._over = False
+        self._held = self._is_handoff  # the store holds blocks for this attempt
         self._tasks: set[asyncio.Task[None]] = set()
         tokens = message.handoff_tokens
         private = private_hash(self._request.request_id, message.handoff_attempt, tokens) if tokens % service.block_tokens else None
@@ -86,6 +87,8 @@ class DecodeJob:
             case Failed():
                 self._over = True
                 self._emit(self._error_row(event))
+        if self._over and self._held:  # nothing was loaded: all was here, or the request ended in the queue
+            self._spawn(self._forget())
 
     def _row(self, chunk: Chunk) -> pb.Row:
         row = pb.Row(request_id=self.key[0], attempt=self.key[1], tokens=chunk.tokens, text=chunk.text, finish_reason=chunk.finish_reason)
@@ -139,6 +142,7 @@ class DecodeJob:
     async def _load(self, items: list[LoadItem]) -> None:
         """Bring the wanted blocks from this node's store into the pool."""
         good = 0
+        self._held = False
         session: StoreSession | None = None
         deadline = self._request.deadline
         try:
@@ -157,6 +161,12 @@ class DecodeJob:
             self._service.engine.loaded(self.key, good)
         if session is not None and self._is_handoff and not session.lost:
             session.post(pb.StoreRequest(forget=pb.Forget(request_id=self._hold)))  # the blocks are here: the store need not hold them any more
+
+    async def _forget(self) -> None:
+        self._held = False
+        session = await self._service.local_store()
+        if session is not None and not session.lost:
+            session.post(pb.StoreRequest(forget=pb.Forget(request_id=self._hold)))
 
     async def _write_back(self, items: list[LoadItem]) -> None:
         try:

@@ -52,6 +52,7 @@ class PrefillJob:
         self._emit = emit
         self._exports: asyncio.Queue[list[LoadItem] | None] = asyncio.Queue()  # None: no more will come
         self._over = False  # the engine is through with the request
+        self._pushing = False
         self._abandoned = False  # nobody will ask for the blocks: the answer ended here, or failed
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushed = pb.Work(codec=service.mover.codec, transport=service.mover.transport)
@@ -70,12 +71,16 @@ class PrefillJob:
         return self._over and not self._tasks
 
     def abort(self) -> None:
+        self._abandoned = True
         self._service.engine.abort(self.key)
 
     def handle(self, event: Event) -> None:
         match event:
-            case Admitted():
+            case Admitted() if not self._pushing:  # a preempted sequence is admitted again
+                self._pushing = True
                 self._spawn(self._push(event.sequence.hashes[: self._given // self._service.block_tokens]))
+            case Admitted():
+                pass
             case Load():
                 self._spawn(self._load(event.items))
             case Exported():
@@ -106,7 +111,7 @@ class PrefillJob:
 
     def _end(self, keep_pushing: bool) -> None:
         self._over = True
-        self._abandoned = not keep_pushing
+        self._abandoned = self._abandoned or not keep_pushing
         self._exports.put_nowait(None)
 
     def _work(self, sequence: Sequence) -> pb.Work:

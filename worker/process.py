@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 HANDOFF_WAIT_S = 2.0
 STAGING_SLOTS = 16
 CONNECT_S = 2.0
+LOOK_AGAIN_S = 0.5  # while the node's store is away
 
 
 class WorkerProcess:
@@ -131,15 +133,15 @@ class WorkerProcess:
     async def _tend(self) -> None:
         """Stay announced, and connected to the stores that requests will need."""
         while True:
-            await asyncio.sleep(self._registry.ttl_s / 3)
+            await self._local.away(self._registry.ttl_s / 3)
             await self._tend_once()
 
     async def _tend_once(self) -> None:
         try:
             await self._registry.announce(self._member)
-            await self._local.connect_all()
         except RegistryLost as error:
             log.warning("registry: %s", error)
+        await self._local.connect_all()
 
     def _worker_status(self) -> pb.WorkerStatus:
         status = self._engine.status
@@ -152,7 +154,7 @@ class WorkerProcess:
             blocks_free=status.blocks_free,
             blocks_cached=status.blocks_cached,
             draining=self._draining,
-            counters=status.counters | self._mover.counters() | {"jobs": self._plane.num_jobs},
+            counters=status.counters | self._mover.counters() | {"jobs": self._plane.num_jobs, "store_connected": float(self._local.connected)},
         )
 
     async def _close(self) -> None:
@@ -169,35 +171,49 @@ class WorkerProcess:
 
 
 class LocalStore:
-    """The session with the store of this worker's node, whichever generation of it lives now."""
+    """The session with the store of this worker's node, whichever generation of it lives now. Requests take what is there; connecting is done beside them."""
 
     def __init__(self, registry: Registry, sessions: StoreSessions, node: str) -> None:
         self._registry = registry
         self._sessions = sessions
         self._node = node
-        self._address: StoreAddress | None = None
+        self._stores: list[Member] = []
+        self._session: StoreSession | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._session is not None and not self._session.lost
 
     async def session(self) -> StoreSession | None:
         """None while the node's store is away; whoever asks goes on without it."""
-        if self._address is None:
-            return None
-        try:
-            return await self._sessions.get(self._address, time.time() + CONNECT_S)
-        except HeadraceError as error:
-            log.info("the node's store is away: %s", error.code)
-            self._address = None
-            return None
+        return self._session if self.connected else None
+
+    async def away(self, timeout_s: float) -> None:
+        """Returns at once when the node's store is lost, soon when it is away already, else after `timeout_s`."""
+        if self._session is None or self._session.lost:
+            await asyncio.sleep(min(LOOK_AGAIN_S, timeout_s))
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._session.ended()
+            log.warning("the node's store is away")
 
     async def connect_all(self) -> None:
-        """Follow the registry: know the node's store, and be connected to every store before a request needs it."""
-        for member in await self._registry.members("store"):
-            address = StoreAddress(member.name, member.generation, member.address)
-            if member.node == self._node:
-                self._address = address
-            try:
-                await self._sessions.get(address, time.time() + CONNECT_S)
-            except HeadraceError as error:
-                log.info("store %s cannot be reached: %s", member.name, error.code)
+        """Follow the registry (while it is away, its last word): be connected to every store before a request needs it."""
+        try:
+            self._stores = await self._registry.members("store")
+        except RegistryLost as error:
+            log.warning("registry: %s", error)
+        await asyncio.gather(*(self._connect(member) for member in self._stores))
+
+    async def _connect(self, member: Member) -> None:
+        try:
+            session = await self._sessions.get(StoreAddress(member.name, member.generation, member.address), time.time() + CONNECT_S)
+        except HeadraceError as error:
+            log.info("store %s cannot be reached: %s", member.name, error.code)
+            return
+        if member.node == self._node:
+            self._session = session
 
 
 def warm_up(runner: Runner) -> None:
