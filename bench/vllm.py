@@ -73,7 +73,7 @@ def server(command: list[str], log: Path, environment: dict[str, str]) -> Iterat
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_healthy(process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = 300) -> None:
+def wait_healthy(process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = 600) -> None:
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         if process.poll() is not None:
