@@ -82,7 +82,7 @@ class WorkerLink:
         self._token = token
         self._stall_s = stall_s
         self._on_change = on_change
-        self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._dispatches: dict[tuple[str, int], Dispatch] = {}
         self._heard_at = self._moved_at = 0.0
         self._sent_tokens = self._sent_sequences = 0
@@ -188,9 +188,9 @@ class WorkerLink:
 
     async def _session(self) -> str:
         """One stream from hello to its end; answers why it ended."""
+        outgoing: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         try:
             async with open_channel(self.member.address) as channel:
-                outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
                 outgoing.put_nowait(pb.RouterMessage(hello=pb.RouterHello(version=VERSION, router=self._router)))
                 call = DataPlaneStub(channel).Connect(_messages(outgoing), metadata=credentials(self._token))
                 async with asyncio.timeout(HELLO_S):
@@ -208,6 +208,8 @@ class WorkerLink:
         except Exception as error:  # a link must outlive every fault of one session
             log.exception("the stream to worker %s ended by a fault of ours", self.member.name)
             return f"{type(error).__name__}: {error}"
+        finally:
+            outgoing.put_nowait(None)  # gRPC's own reader of the queue ends with the stream
 
     def _greet(self, message: object) -> None:
         if not isinstance(message, pb.WorkerMessage) or not message.HasField("hello"):
@@ -218,7 +220,7 @@ class WorkerLink:
         if (hello.name, hello.generation) != self.key:
             raise WorkerLost(f"{self.member.address} is now {hello.name} of generation {hello.generation}")
 
-    def _open(self, outgoing: "asyncio.Queue[pb.RouterMessage]") -> None:
+    def _open(self, outgoing: "asyncio.Queue[pb.RouterMessage | None]") -> None:
         self._outgoing = outgoing
         self.connected = True
         self.sessions += 1
@@ -259,6 +261,6 @@ class WorkerLink:
             dispatch.put(error)
 
 
-async def _messages(queue: "asyncio.Queue[pb.RouterMessage]") -> AsyncIterator[pb.RouterMessage]:
-    while True:
-        yield await queue.get()
+async def _messages(queue: "asyncio.Queue[pb.RouterMessage | None]") -> AsyncIterator[pb.RouterMessage]:
+    while (message := await queue.get()) is not None:
+        yield message
