@@ -87,6 +87,8 @@ class Membership:
             log.info("worker %s, generation %d, is gone", *key)
             await self._links.pop(key).close()
         now = time.monotonic()
+        if self.registry_lost:  # what it could not say while it was away counts for nothing
+            self._stores = {name: (member, now) for name, (member, _) in self._stores.items()}
         self._stores.update({member.name: (member, now) for member in members if member.kind == "store"})
         self._stores = {name: (member, at) for name, (member, at) in self._stores.items() if now - at <= self._registry.ttl_s}
 

@@ -172,9 +172,13 @@ class Witness:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+        print(f"witness: {dict(self.counts)}, {len(self.contradictions)} contradictions")
+
+    def stop(self) -> None:
+        """After its last request; may come again."""
         self._ending.set()
         self._thread.join(90)
-        print(f"witness: {dict(self.counts)}, {len(self.contradictions)} contradictions")
 
     def absent(self, worker: str, after_s: float, until_s: float) -> None:
         """From `after_s` to `until_s` from now /health must not call `worker` healthy."""

@@ -1,5 +1,6 @@
 """What the stores of a running cluster hold, asked as a tool that moves no bytes; and what Redis says of them."""
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -66,3 +67,35 @@ async def hints(cluster: Cluster) -> dict[tuple[str, int], set[BlockHash]]:
             for node, generation in (await redis.hgetall(key)).items():
                 found.setdefault((node.decode(), int(generation)), set()).add(block_hash)
     return found
+
+
+def unsettled(cluster: Cluster, states: list[StoreState], hinted: dict[tuple[str, int], set[Any]], holds_may_wait: bool) -> list[str]:
+    """What is not as it must be while nobody asks anything. `holds_may_wait`: for the deadline of a request whose worker died before it could release them."""
+    found = []
+    body = look(cluster)
+    for worker in body["workers"]:
+        if worker["blocks_free"] + worker["blocks_cached"] != worker["blocks_total"] or worker["counters"]["jobs"] or worker["sequences"]:
+            blocks = {name: worker[name] for name in ("blocks_free", "blocks_cached", "blocks_total", "sequences")}
+            found.append(f"{worker['name']}: {blocks}, jobs {worker['counters']['jobs']}")
+        if worker["counters"].get("integrity_violations"):
+            found.append(f"{worker['name']}: {worker['counters']['integrity_violations']} violations")
+    if body["running_requests"]:
+        found.append(f"router: {body['running_requests']} requests")
+    for state in states:
+        status = state.status
+        held = status.overdue or status.leases or (status.holds and not holds_may_wait)
+        if status.slots_free + status.slots_cached != status.slots_total or held or status.violations:
+            counts = {name: getattr(status, name) for name in ("slots_free", "slots_cached", "slots_total", "slots_quarantined", "overdue", "leases", "holds")}
+            found.append(f"store {state.name}: {counts}, {list(status.violations)}, {dict(status.counters)}")
+        told = hinted.get((state.name, state.generation), set())
+        if told != set(status.hashes):
+            found.append(f"store {state.name}: {len(set(status.hashes) - told)} blocks without a hint, {len(told - set(status.hashes))} hints without a block")
+    return found
+
+
+async def wait_settled(cluster: Cluster, timeout_s: float, holds_may_wait: bool = False) -> float:
+    started = time.monotonic()
+    while found := unsettled(cluster, await store_states(cluster), await hints(cluster), holds_may_wait):
+        assert time.monotonic() - started < timeout_s, found
+        await asyncio.sleep(0.25)
+    return time.monotonic() - started

@@ -5,7 +5,6 @@ so small that eviction, preemption and refused credit happen all the time.
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import psutil
 import pytest
 from faults import Stream, stream
 from serving import ask_all, look, serving
-from stores import StoreState, hints, store_states
+from stores import wait_settled
 
 from cluster.local import Cluster
 
@@ -87,36 +86,6 @@ class Clients:
 
 def memory(cluster: Cluster) -> dict[str, int]:
     return {name: psutil.Process(pid).memory_info().rss for name, pid in cluster.pids().items()}
-
-
-def unsettled(cluster: Cluster, states: list[StoreState], hinted: dict[tuple[str, int], set[Any]]) -> list[str]:
-    """What is not as it must be while nobody asks anything."""
-    found = []
-    body = look(cluster)
-    for worker in body["workers"]:
-        if worker["blocks_free"] + worker["blocks_cached"] != worker["blocks_total"] or worker["counters"]["jobs"] or worker["sequences"]:
-            blocks = {name: worker[name] for name in ("blocks_free", "blocks_cached", "blocks_total", "sequences")}
-            found.append(f"{worker['name']}: {blocks}, jobs {worker['counters']['jobs']}")
-        if worker["counters"].get("integrity_violations"):
-            found.append(f"{worker['name']}: {worker['counters']['integrity_violations']} violations")
-    if body["running_requests"]:
-        found.append(f"router: {body['running_requests']} requests")
-    for state in states:
-        status = state.status
-        if status.slots_free + status.slots_cached != status.slots_total or status.overdue or status.leases or status.holds or status.violations:
-            found.append(f"store {state.name}: {str(status).split('counters')[0]!r}")
-        told = hinted.get((state.name, state.generation), set())
-        if told != set(status.hashes):
-            found.append(f"store {state.name}: {len(set(status.hashes) - told)} blocks without a hint, {len(told - set(status.hashes))} hints without a block")
-    return found
-
-
-async def wait_settled(cluster: Cluster, timeout_s: float) -> float:
-    started = time.monotonic()
-    while found := unsettled(cluster, await store_states(cluster), await hints(cluster)):
-        assert time.monotonic() - started < timeout_s, found
-        await asyncio.sleep(0.25)
-    return time.monotonic() - started
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(3000, marks=pytest.mark.soak)])

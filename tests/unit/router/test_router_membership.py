@@ -1,5 +1,7 @@
 """Links and membership: who is known, who is dropped, what Redis away changes (nothing)."""
 
+import asyncio
+
 from fakes.cluster import FakeCluster, FakeRegistry, cluster, store, until
 from fakes.worker import TOKEN, FakeWorker
 from hypothesis import given
@@ -117,6 +119,18 @@ async def test_stores_are_forgotten_after_a_grace() -> None:
 # ---- bounded memories -------------------------------------------------------------------------------------------------------------
 
 BLOCKS = [bytes([n]) for n in range(30)]
+
+
+async def test_stores_outlive_a_long_outage_and_an_empty_registry_after_it() -> None:
+    async with cluster([FakeWorker("w0")]) as made:
+        assert made.membership.view().stores
+        made.registry.lost = True
+        await until(lambda: made.membership.registry_lost)
+        made.registry.ttl_s = 0.2
+        await asyncio.sleep(0.3)
+        made.registry.lost, made.registry.listed = False, []
+        await refresh(made)
+        assert made.membership.view().stores, "they had no chance yet to say that they live"
 
 
 def test_prefix_index_counts_leading_blocks_only() -> None:
