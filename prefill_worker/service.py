@@ -192,6 +192,8 @@ class PrefillJob:
             self._pushed.pushed_s += report.seconds
         except HeadraceError as error:
             log.warning("push to %s failed: %s", self._destination.name, error.code)
+        except Exception:  # a fault of ours costs a recomputation; the blocks still to come must be unpinned too
+            log.exception("push to %s failed", self._destination.name)
         finally:
             self._service.engine.unpin([item.block for item in items])
 

@@ -93,8 +93,13 @@ class DataPlane:
         """Events of one engine step, on the event loop."""
         for event in events:
             owned = self._jobs.get(event.sequence.key)
-            if owned is not None:
+            if owned is None:
+                continue
+            try:
                 owned[0].handle(event)
+            except Exception:  # the other jobs' events must not be lost with it
+                log.exception("request %s: %s could not be handled", event.sequence.key, type(event).__name__)
+                owned[0].abort()
 
     async def Connect(self, messages: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.WorkerMessage]:
         await require_token(context, self._token)
