@@ -48,6 +48,7 @@ class Chosen:
     logprob: TokenLogprob | None = None
 
 
+@torch.inference_mode()
 def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chosen]:
     """The next token of each row of `logits` [R, V] float32, which are edited in place, with its logprob where the row's sampling asks.
 
@@ -71,6 +72,7 @@ def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chosen]:
     return [Chosen(None) if row in hopeless else Chosen(token, scores.get(row)) for row, token in enumerate(tokens)]
 
 
+@torch.inference_mode()
 def score(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
     """How likely the rows of `logits` [R, V] found the tokens that follow them."""
     scores: list[TokenLogprob] = []
