@@ -4,6 +4,7 @@ Invariant: a token is a pure function of (its row of logits, its Choice): the ra
 never from a generator's state, so whoever goes on with a request draws the same, in whatever company.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,15 +119,14 @@ def _sample_row(values: Floats, sampling: Sampling, number: float) -> int:
         raise IntegrityViolation("the logits of a row have no finite maximum")
     with np.errstate(over="ignore"):
         scaled: Floats = (values - largest) / np.float32(max(sampling.temperature, _LEAST_TEMPERATURE))
-    total = float(np.exp(scaled).sum(dtype=np.float64))
-    if sampling.min_p > 0:
-        scaled = np.where(scaled >= np.log(sampling.min_p), scaled, -np.inf)
-        total = float(np.exp(scaled).sum(dtype=np.float64))
-    for floor in _WEIGHT_FLOORS:
+    needs_total = sampling.top_k <= 0 and sampling.min_p <= 0  # else the head that is looked at holds all the mass that counts
+    total = float(np.exp(scaled).sum(dtype=np.float64)) if needs_total else 0.0
+    floors = (math.log(sampling.min_p),) if sampling.min_p > 0 else _WEIGHT_FLOORS
+    for floor in floors:
         head = np.flatnonzero(scaled >= floor)
         head = head[np.argsort(-scaled[head], kind="stable")]
         cumulated = np.cumsum(np.exp(scaled[head]), dtype=np.float64)
-        chosen = _choose(cumulated, total, sampling, number, is_whole=floor == -np.inf)
+        chosen = _choose(cumulated, total, sampling, number, is_whole=floor == floors[-1])
         if chosen is not None:
             return int(head[chosen])
     raise IntegrityViolation("a whole distribution did not hold its own mass")

@@ -84,19 +84,19 @@ class TokenRules:
 
 
 def apply_rules(logits: torch.Tensor, rules: Sequence[TokenRules | None]) -> None:
-    """Edit logits [R, V] float32 in place; None and plain rules leave their row alone. One gather and one scatter for all rows together."""
+    """Edit logits [R, V] float32, contiguous, in place; None and plain rules leave their row alone. One gather and one scatter for all rows together."""
     rows = [(row, rule) for row, rule in enumerate(rules) if rule is not None and not rule.is_plain]
+    flat, width = logits.view(-1), logits.shape[1]
     biased = [(row, rule) for row, rule in rows if len(rule.biased)]
     if biased:
-        where = _flat(biased, [rule.biased for _, rule in biased])
-        logits[where] += torch.from_numpy(np.concatenate([rule.bias for _, rule in biased])).to(logits.device)
+        flat[_places(biased, [rule.biased for _, rule in biased], width)] += torch.from_numpy(np.concatenate([rule.bias for _, rule in biased])).to(flat.device)
     penalised = [(row, rule) for row, rule in rows if rule.has_penalties and len(rule.counted)]
     if penalised:
-        where = _flat(penalised, [rule.counted for _, rule in penalised])
-        logits[where] = torch.from_numpy(_penalised(logits[where].cpu().numpy(), [rule for _, rule in penalised])).to(logits.device)
+        places = _places(penalised, [rule.counted for _, rule in penalised], width)
+        flat[places] = torch.from_numpy(_penalised(flat[places].cpu().numpy(), [rule for _, rule in penalised])).to(flat.device)
     banning = [(row, rule) for row, rule in rows if len(rule.banned)]
     if banning:
-        logits[_flat(banning, [rule.banned for _, rule in banning])] = -torch.inf
+        flat[_places(banning, [rule.banned for _, rule in banning], width)] = -torch.inf
 
 
 def apply_masks(logits: torch.Tensor, masks: Sequence[torch.Tensor | None]) -> None:
@@ -109,9 +109,9 @@ def apply_masks(logits: torch.Tensor, masks: Sequence[torch.Tensor | None]) -> N
     logits[rows] = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 
 
-def _flat(rows: Iterable[tuple[int, TokenRules]], ids: Sequence[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = [len(some) for some in ids]
-    return torch.from_numpy(np.repeat([row for row, _ in rows], lengths)), torch.from_numpy(np.concatenate(ids))
+def _places(rows: Iterable[tuple[int, TokenRules]], ids: Sequence[Ids], width: int) -> torch.Tensor:
+    """Where the rows' ids are in the flattened logits; one index instead of two is much cheaper for torch."""
+    return torch.from_numpy(np.concatenate(ids) + np.repeat([row * width for row, _ in rows], [len(some) for some in ids]))
 
 
 def _penalised(values: Floats, rules: Sequence[TokenRules]) -> Floats:

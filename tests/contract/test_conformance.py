@@ -26,7 +26,7 @@ from engine.tokenizer import Tokenizer
 from kvstore.hashing import private_hash
 from protocol import headrace_pb2 as pb
 from protocol.logprobs import TokenLogprob
-from protocol.request import GenerationRequest, Sampling
+from protocol.request import GenerationRequest, Grammar, Sampling
 
 BLOCKS, BLOCK_TOKENS, EOS = 1200, 32, 257
 PROMPT = tuple((11 * index + index**2) % 250 for index in range(BLOCK_TOKENS + 9))
@@ -273,3 +273,22 @@ def test_usage_counts_the_answer_once(pair: Pair, singles: dict[str, Case]) -> N
     case = singles["max_tokens"]
     assert [outcome.usage for outcome in pair.run([case.request], handoff=True)] == [(len(PROMPT), 7)]
     assert pair.run([singles["one_token"].request], handoff=True)[0].usage == (len(PROMPT), 1)
+
+
+def test_prompt_logprobs_are_those_of_an_answer_with_the_same_tokens(pair: Pair, singles: dict[str, Case]) -> None:
+    """Computed in other chunks, at other times, in other company, past a prefix cache that has everything."""
+    answer = singles["logprobs"].outcome
+    request = asked("again", {"prompt_logprobs": 3, "max_tokens": 1})
+    request = replace(request, prompt_tokens=PROMPT + tuple(answer.tokens))
+    again = pair.run([request])[0].prompt_logprobs
+    assert [one.token for one in again] == [*PROMPT[1:], *answer.tokens]
+    assert again[len(PROMPT) - 1 :] == answer.logprobs
+
+
+def test_what_an_engine_cannot_do_is_refused(pair: Pair) -> None:
+    for request in (asked("grammar", {"grammar": Grammar("regex", "a+")}), replace(asked("adapter", {}), adapter="lora")):
+        with pytest.raises(AssertionError, match="not supported yet"):
+            pair.run([request])
+    with pytest.raises(AssertionError, match="no token that may come next"):
+        pair.run([asked("hopeless", {"bad_words": tuple((token,) for token in range(264))})])
+    assert pair.run([asked("after", {})])[0].finish_reason == "length"
