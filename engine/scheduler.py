@@ -171,7 +171,7 @@ class Scheduler:
         for sequence in list(self._waiting):
             if len(self._running) + len(self._loading) >= self._config.max_num_seqs:
                 return
-            matched = self._pool.match(sequence.hashes)
+            matched = self._pool.match(sequence.hashes) if sequence.may_reuse else []
             if any(block_hash in self._in_flight for block_hash in sequence.hashes[len(matched) : len(matched) + 1]):
                 continue
             missing = sequence.blocks_for(sequence.num_tokens) - len(matched)
@@ -190,7 +190,7 @@ class Scheduler:
             self._load_or_run(sequence, plan)
 
     def _load_or_run(self, sequence: Sequence, plan: Plan) -> None:
-        items = list(load_items(sequence)) if sequence.submission.load else []
+        items = list(load_items(sequence)) if sequence.submission.load and sequence.may_reuse else []
         if items:
             sequence.move(SequenceState.LOADING)
             self._loading[sequence.key] = items
