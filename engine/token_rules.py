@@ -120,4 +120,5 @@ def _penalised(values: Floats, rules: Sequence[TokenRules]) -> Floats:
     repetition, frequency, presence = np.repeat(np.array([(r.repetition, r.frequency, r.presence) for r in rules], np.float32), lengths, axis=0).T
     counts = np.concatenate([rule.counts for rule in rules])
     values = np.where(values > 0, values / repetition, values * repetition)
-    return values - frequency * counts - presence * (counts > 0)
+    penalised: Floats = values - frequency * counts - presence * (counts > 0)
+    return penalised
