@@ -95,7 +95,7 @@ def test_a_full_hit_computes_only_the_last_token_and_does_not_write_it() -> None
 
 
 def test_the_least_urgent_is_preempted_and_comes_back() -> None:
-    it, _ = scheduler(blocks=5)
+    it, _ = scheduler(blocks=6)
     older, younger = sequence("older", list(range(7)), arrival=0), sequence("younger", list(range(50, 57)), arrival=1)
     it.add(older)
     it.add(younger)
