@@ -86,6 +86,10 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self._sequences and not self._orphans
 
+    def waits_for_prefix(self, sequence: Sequence) -> bool:
+        """Whether another sequence is computing or loading the block that this one would begin with."""
+        return self._is_awaited(sequence, self._pool.match(sequence.hashes))
+
     def next_deadline(self) -> float | None:
         return min((sequence.request.deadline for sequence in self._sequences.values()), default=None)
 
@@ -210,7 +214,7 @@ class Scheduler:
             return
         for sequence in self._waiting.candidates(now):
             matched = self._pool.match(sequence.hashes)
-            if any(block_hash in self._in_flight for block_hash in sequence.hashes[len(matched) : len(matched) + 1]):
+            if self._is_awaited(sequence, matched):
                 continue
             while not self._fits(sequence, matched):
                 victim = self._victim_below(sequence.request.priority)
@@ -221,6 +225,10 @@ class Scheduler:
             self._start(sequence, matched, now)
             plan.admitted.append(sequence)
             self._load_or_run(sequence, plan)
+
+    def _is_awaited(self, sequence: Sequence, matched: list[int]) -> bool:
+        """Whether the first block that it misses is on its way."""
+        return any(block_hash in self._in_flight for block_hash in sequence.hashes[len(matched) : len(matched) + 1])
 
     @property
     def _is_full(self) -> bool:

@@ -1,0 +1,226 @@
+"""What scheduling gives and what it costs. Prints a line for each measurement, then one JSON line.
+
+- continuous over static batching: the same requests of varied lengths through the real engine, in one run: a place in the batch is given away again when
+  an answer ends, or when all of its batch have ended (static, without even the padding rows).
+- cost: the engine thread's time by its own counters, on the real model at batch 16; what is not the model's step is on the critical path.
+- prefix hits: longest prefix first against first come, first served, in a pool too small for all prefixes, in virtual time: hit rate, longest wait, and how
+  often somebody was overtaken after the age cap.
+- decode rounds: scheduling rounds for each step, and that the tokens are the same.
+
+    python -m bench.engine_scheduling [--no-model]
+"""
+
+import argparse
+import json
+import queue
+import random
+import time
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.batch import Batch
+from engine.block_pool import BlockPool
+from engine.checkpoint import resolve
+from engine.config import EngineConfig
+from engine.engine import Chunk, Engine, Event, Failed
+from engine.model_config import ModelConfig
+from engine.runner import Runner, open_runner
+from engine.scheduler import Plan, Scheduler
+from engine.sequence import Sequence, SequenceKey, Submission
+from engine.tokenizer import Tokenizer
+from protocol.request import GenerationRequest, Sampling
+
+NEVER = 1e12
+AGE_CAP_S = 3.0
+BLOCK = 32
+VOCABULARY = 256
+
+
+class SleepingRunner:
+    """A step takes as long as a memory-bound model's: a fixed time and a little for each token. The next token follows from the last and its position."""
+
+    def __init__(self, base_s: float = 0.004, token_s: float = 0.0001) -> None:
+        self._base_s = base_s
+        self._token_s = token_s
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        time.sleep(self._base_s + self._token_s * len(batch.tokens))
+        rows = batch.logit_rows
+        logits = torch.zeros(len(rows), VOCABULARY)
+        logits[torch.arange(len(rows)), (batch.tokens[rows] * 31 + batch.positions[rows]) % VOCABULARY] = 1.0
+        return logits
+
+
+class Driver:
+    def __init__(self, config: EngineConfig, num_blocks: int, runner: Runner, model_path: Path) -> None:
+        self._events: queue.Queue[Event] = queue.Queue()
+        self.engine = Engine(config, num_blocks, runner, Tokenizer(model_path), "salt", self._deliver)
+        self.engine.start()
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            self._events.put(event)
+
+    def run(self, requests: Many[GenerationRequest]) -> dict[SequenceKey, list[int]]:
+        """All at once; the tokens of each."""
+        for request in requests:
+            self.engine.submit(Submission(request))
+        tokens: dict[SequenceKey, list[int]] = {request.key: [] for request in requests}
+        left = len(requests)
+        while left:
+            event = self._events.get(timeout=300)
+            assert not isinstance(event, Failed), event.error
+            if isinstance(event, Chunk):
+                tokens[event.sequence.key] += event.tokens
+                left -= bool(event.finish_reason)
+        return tokens
+
+
+def requests_of(lengths: Many[int], num_prompt: int, seed: int = 0) -> list[GenerationRequest]:
+    rng = random.Random(seed)
+    prompts = [tuple(rng.randrange(250) for _ in range(num_prompt)) for _ in lengths]
+    return [
+        GenerationRequest(f"{index}", prompt, Sampling(max_tokens=length, temperature=0.0, ignore_eos=True), NEVER)
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+def varied_lengths(count: int, mean: float, seed: int = 0) -> list[int]:
+    """Geometric, as answers roughly are; at least 1, at most 6 means."""
+    rng = np.random.default_rng(seed)
+    return [int(length) for length in np.minimum(rng.geometric(1 / mean, count), 6 * mean)]
+
+
+def batching(model_path: Path, runner: Runner, config: EngineConfig, num_blocks: int, requests: list[GenerationRequest]) -> dict[str, float]:
+    """Output tokens a second, and steps, of continuous and static batching."""
+    rates: dict[str, float] = {}
+    for name, at_once in (("static", config.max_num_seqs), ("continuous", len(requests))):
+        driver = Driver(config, num_blocks, runner, model_path)
+        started = time.perf_counter()
+        for first in range(0, len(requests), at_once):
+            driver.run(requests[first : first + at_once])
+        rates[name] = sum(request.sampling.max_tokens for request in requests) / (time.perf_counter() - started)
+        driver.engine.close()
+        rates[f"{name}_steps"] = driver.engine.status.steps
+    return rates | {"ratio": rates["continuous"] / rates["static"]}
+
+
+def cost(model_path: Path, runner: Runner, config: EngineConfig, num_blocks: int) -> dict[str, float]:
+    """Shares of the engine thread's busy time, in percent, and its microseconds a step."""
+    driver = Driver(config, num_blocks, runner, model_path)
+    driver.run(requests_of([64] * config.max_num_seqs, 128))
+    counters = driver.engine.status.counters
+    driver.engine.close()
+    names = ("command_s", "schedule_s", "build_s", "run_s", "sample_s", "update_s")
+    busy = sum(counters[name] for name in names)
+    shares = {name.removesuffix("_s") + "_percent": 100 * counters[name] / busy for name in names}
+    return shares | {"schedule_and_build_us": 1e6 * (counters["schedule_s"] + counters["build_s"]) / counters["steps"]}
+
+
+@dataclass
+class PrefixRun:
+    hit_rate: float  # prompt tokens found in the pool
+    longest_wait_s: float
+    mean_wait_s: float
+    overtaken_past_cap: int  # AGE_CAP_S, also where the run itself has another cap
+
+
+def prefix_run(admission: str, age_cap_s: float, num_requests: int = 400, seed: int = 0) -> PrefixRun:
+    """8 prefixes of 16 blocks in a pool of 80, 4 sequences at a time; requests come somewhat faster than first come, first served can take them."""
+    rng = random.Random(seed)
+    config = EngineConfig(block_tokens=BLOCK, max_num_seqs=4, admission=admission, age_cap_s=age_cap_s, max_num_batched_tokens=512, chunk_tokens=512)
+    scheduler = Scheduler(config, BlockPool(80))
+    prefixes = [[rng.randrange(1000) for _ in range(16 * BLOCK)] for _ in range(8)]
+    arrivals = [0.1 * index for index in range(num_requests)]
+    sequences = [_sequence(index, rng.choice(prefixes) + [rng.randrange(1000) for _ in range(40)], at) for index, at in enumerate(arrivals)]
+    waiting: dict[SequenceKey, Sequence] = {}
+    now, coming, waits, overtaken = 0.0, list(reversed(sequences)), [], 0
+    while coming or not scheduler.is_idle:
+        while coming and coming[-1].times.queued <= now:
+            scheduler.add(sequence := coming.pop())
+            waiting[sequence.key] = sequence
+        plan = scheduler.schedule(now)
+        for sequence in plan.admitted:
+            if waiting.pop(sequence.key, None) is not None:
+                waits.append(now - sequence.times.queued)
+                overtaken += sum(_is_wronged(other, sequence, scheduler, now - AGE_CAP_S) for other in waiting.values())
+        now += 0.02 + 0.0005 * sum(num_tokens for _, num_tokens in plan.scheduled)
+        _advance(scheduler, plan)
+    hits = sum(sequence.tally.reused_device_tokens for sequence in sequences) / sum(sequence.num_prompt for sequence in sequences)
+    return PrefixRun(hits, max(waits), sum(waits) / len(waits), overtaken)
+
+
+def _sequence(index: int, tokens: list[int], queued: float) -> Sequence:
+    request = GenerationRequest(str(index), tuple(tokens), Sampling(max_tokens=8), NEVER)
+    sequence = Sequence(Submission(request), BLOCK, b"salt", None, index)  # type: ignore[arg-type]
+    sequence.times.queued = queued
+    return sequence
+
+
+def _is_wronged(waiting: Sequence, admitted: Sequence, scheduler: Scheduler, due_since: float) -> bool:
+    """Waited past the cap, came before the admitted one, and did not wait for a prefix that is being computed."""
+    return waiting.times.queued <= due_since and waiting.order < admitted.order and not scheduler.waits_for_prefix(waiting)
+
+
+def _advance(scheduler: Scheduler, plan: Plan) -> None:
+    for sequence, num_tokens in plan.scheduled:
+        done = num_tokens == sequence.num_remaining
+        sequence.advance(num_tokens)
+        scheduler.name_blocks(sequence)
+        if done:
+            sequence.append(1)
+        if sequence.num_output == sequence.request.sampling.max_tokens:
+            scheduler.finish(sequence)
+
+
+def decode_rounds(model_path: Path, num_steps: int) -> dict[str, float]:
+    """Scheduling rounds for each step with 1 and with `num_steps` decode steps a round; fails where a token differs."""
+    rates, tokens = {}, []
+    for steps in (1, num_steps):
+        driver = Driver(EngineConfig(num_continuous_decode_steps=steps, max_num_seqs=16), 400, SleepingRunner(), model_path)
+        tokens.append(driver.run(requests_of([64] * 16, 64)))
+        status = driver.engine.status
+        rates[f"rounds_per_step_{steps}"] = status.counters["scheduling_rounds"] / status.steps
+        driver.engine.close()
+    assert tokens[0] == tokens[1]
+    return rates
+
+
+def real_model(model_path: Path) -> dict[str, dict[str, float]]:
+    model = ModelConfig.load(model_path)
+    config = EngineConfig(max_num_seqs=16)
+    num_blocks = 256
+    runner = open_runner(config, model_path, model, np.zeros(num_blocks * model.layout(BLOCK, config.dtype).block_bytes, np.uint8))
+    lengths = varied_lengths(48, mean=24)
+    eight = EngineConfig(max_num_seqs=8)
+    return {"cost": cost(model_path, runner, config, num_blocks), "batching_model": batching(model_path, runner, eight, num_blocks, requests_of(lengths, 32))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--no-model", action="store_true", help="leave out what runs the real model")
+    arguments = parser.parse_args()
+    model_path = resolve(arguments.model, Path("~/.cache/headrace/models"))
+    requests = requests_of(varied_lengths(128, mean=48), 64)
+    figures: dict[str, dict[str, float]] = {
+        "batching_step_model": batching(model_path, SleepingRunner(), EngineConfig(max_num_seqs=16), 1024, requests),
+        "fcfs": vars(prefix_run("fcfs", AGE_CAP_S)),
+        "lpm": vars(prefix_run("lpm", AGE_CAP_S)),
+        "lpm_without_cap": vars(prefix_run("lpm", NEVER)),
+        "decode_rounds": decode_rounds(model_path, 8),
+    }
+    if not arguments.no_model:
+        figures |= real_model(model_path)
+    for name, values in figures.items():
+        print(f"{name:20s} " + "  ".join(f"{key} {value:.3g}" for key, value in values.items()))
+    rounded = {name: {key: round(value, 4) for key, value in values.items()} for name, values in figures.items()}
+    print(json.dumps({"bench": "engine_scheduling", **rounded}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""What the scheduler is for, counted: steps saved by continuous batching, prefix hits by longest prefix first."""
+
+from pathlib import Path
+
+from bench.engine_scheduling import AGE_CAP_S, NEVER, SleepingRunner, batching, prefix_run, requests_of, varied_lengths
+from engine.config import EngineConfig
+from fakes.model import write_tiny_model
+
+
+def test_continuous_batching_saves_a_third_of_the_steps_of_static_batching(tmp_path: Path) -> None:
+    requests = requests_of(varied_lengths(64, mean=24), num_prompt=32)
+    outcome = batching(write_tiny_model(tmp_path / "model"), SleepingRunner(0, 0), EngineConfig(max_num_seqs=8), 512, requests)
+    assert outcome["static_steps"] >= 1.5 * outcome["continuous_steps"]
+
+
+def test_longest_prefix_first_finds_more_and_overtakes_nobody_past_the_cap() -> None:
+    fcfs, lpm, uncapped = prefix_run("fcfs", AGE_CAP_S), prefix_run("lpm", AGE_CAP_S), prefix_run("lpm", NEVER)
+    assert lpm.hit_rate > 1.3 * fcfs.hit_rate
+    assert lpm.overtaken_past_cap == fcfs.overtaken_past_cap == 0 < uncapped.overtaken_past_cap
