@@ -1,7 +1,7 @@
 """What scheduling gives and what it costs. Prints a line for each measurement, then one JSON line.
 
 - continuous over static batching: the same requests of varied lengths through the real engine, in one run: a place in the batch is given away again when
-  an answer ends, or when all of its batch have ended (static, without even the padding rows).
+  an answer ends, or when all of its batch have ended.
 - cost: the engine thread's time by its own counters, on the real model at batch 16; what is not the model's step is on the critical path.
 - prefix hits: longest prefix first against first come, first served, in a pool too small for all prefixes, in virtual time: hit rate, longest wait, and how
   often somebody was overtaken after the age cap.
@@ -16,7 +16,7 @@ import queue
 import random
 import time
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -96,17 +96,26 @@ def varied_lengths(count: int, mean: float, seed: int = 0) -> list[int]:
 
 
 def batching(model_path: Path, runner: Runner, config: EngineConfig, num_blocks: int, requests: list[GenerationRequest]) -> dict[str, float]:
-    """Output tokens a second, and steps, of continuous and static batching."""
-    rates: dict[str, float] = {}
-    for name, at_once in (("static", config.max_num_seqs), ("continuous", len(requests))):
+    """Useful output tokens a second, and steps, of continuous and static batching. `unpadded`: static, but rows whose answer has ended cost nothing."""
+    groups = [requests[first : first + config.max_num_seqs] for first in range(0, len(requests), config.max_num_seqs)]
+    ways = {"continuous": [requests], "unpadded": groups, "static": [padded(group) for group in groups]}
+    useful = sum(request.sampling.max_tokens for request in requests)
+    outcome: dict[str, float] = {}
+    for name, batches in ways.items():
         driver = Driver(config, num_blocks, runner, model_path)
         started = time.perf_counter()
-        for first in range(0, len(requests), at_once):
-            driver.run(requests[first : first + at_once])
-        rates[name] = sum(request.sampling.max_tokens for request in requests) / (time.perf_counter() - started)
+        for batch in batches:
+            driver.run(batch)
+        outcome[name] = useful / (time.perf_counter() - started)
         driver.engine.close()
-        rates[f"{name}_steps"] = driver.engine.status.steps
-    return rates | {"ratio": rates["continuous"] / rates["static"]}
+        outcome[f"{name}_steps"] = driver.engine.status.steps
+    return outcome | {"ratio": outcome["continuous"] / outcome["static"], "ratio_unpadded": outcome["continuous"] / outcome["unpadded"]}
+
+
+def padded(group: list[GenerationRequest]) -> list[GenerationRequest]:
+    """Every row goes on until the longest answer of its batch has ended."""
+    longest = max(request.sampling.max_tokens for request in group)
+    return [replace(request, sampling=replace(request.sampling, max_tokens=longest)) for request in group]
 
 
 def cost(model_path: Path, runner: Runner, config: EngineConfig, num_blocks: int) -> dict[str, float]:
@@ -195,7 +204,7 @@ def real_model(model_path: Path) -> dict[str, dict[str, float]]:
     config = EngineConfig(max_num_seqs=16)
     num_blocks = 256
     runner = open_runner(config, model_path, model, np.zeros(num_blocks * model.layout(BLOCK, config.dtype).block_bytes, np.uint8))
-    lengths = varied_lengths(48, mean=24)
+    lengths = varied_lengths(40, mean=24)
     eight = EngineConfig(max_num_seqs=8)
     return {"cost": cost(model_path, runner, config, num_blocks), "batching_model": batching(model_path, runner, eight, num_blocks, requests_of(lengths, 32))}
 
