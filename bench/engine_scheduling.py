@@ -5,6 +5,7 @@
 - cost: the engine thread's time by its own counters, on the real model at batch 16; what is not the model's step is on the critical path.
 - prefix hits: longest prefix first against first come, first served, in a pool too small for all prefixes, in virtual time: hit rate, longest wait, and how
   often somebody was overtaken after the age cap.
+- reserved output: memory kept at admission for what answers are expected to grow to (their mean, learnt), or not: preemptions, tokens computed, steps.
 - decode rounds: scheduling rounds for each step, and that the tokens are the same.
 
     python -m bench.engine_scheduling [--no-model]
@@ -15,6 +16,7 @@ import json
 import queue
 import random
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,8 +165,24 @@ def prefix_run(admission: str, age_cap_s: float, num_requests: int = 400, seed: 
     return PrefixRun(hits, max(waits), sum(waits) / len(waits), overtaken)
 
 
-def _sequence(index: int, tokens: list[int], queued: float) -> Sequence:
-    request = GenerationRequest(str(index), tuple(tokens), Sampling(max_tokens=8), NEVER)
+def memory_run(reserved_output: float, num_requests: int = 300) -> dict[str, float]:
+    """Two tenants with answers of 40 and of 250 tokens that nobody announced, in a pool of 120 blocks."""
+    rng = random.Random(0)
+    config = EngineConfig(block_tokens=BLOCK, max_num_seqs=32, reserved_output=reserved_output)
+    scheduler = Scheduler(config, BlockPool(120))
+    lengths = [rng.choice((40, 250)) for _ in range(num_requests)]
+    for index, length in enumerate(lengths):
+        scheduler.add(_sequence(index, [rng.randrange(1000) for _ in range(64)], 0.0, max_tokens=1000, tenant=str(length)))
+    steps = tokens = 0
+    while not scheduler.is_idle:
+        plan = scheduler.schedule(0.0)
+        steps, tokens = steps + 1, tokens + sum(num_tokens for _, num_tokens in plan.scheduled)
+        _advance(scheduler, plan, lambda sequence: int(sequence.request.tenant))
+    return {"preemptions": scheduler.preemptions, "steps": steps, "tokens": tokens, "tokens_needed": sum(63 + length for length in lengths)}
+
+
+def _sequence(index: int, tokens: list[int], queued: float, max_tokens: int = 8, tenant: str = "") -> Sequence:
+    request = GenerationRequest(str(index), tuple(tokens), Sampling(max_tokens=max_tokens), NEVER, tenant=tenant)
     sequence = Sequence(Submission(request), BLOCK, b"salt", None, index)  # type: ignore[arg-type]
     sequence.times.queued = queued
     return sequence
@@ -175,14 +193,14 @@ def _is_wronged(waiting: Sequence, admitted: Sequence, scheduler: Scheduler, due
     return waiting.times.queued <= due_since and waiting.order < admitted.order and not scheduler.waits_for_prefix(waiting)
 
 
-def _advance(scheduler: Scheduler, plan: Plan) -> None:
+def _advance(scheduler: Scheduler, plan: Plan, length_of: Callable[[Sequence], int] = lambda sequence: sequence.request.sampling.max_tokens) -> None:
     for sequence, num_tokens in plan.scheduled:
         done = num_tokens == sequence.num_remaining
         sequence.advance(num_tokens)
         scheduler.name_blocks(sequence)
         if done:
             sequence.append(1)
-        if sequence.num_output == sequence.request.sampling.max_tokens:
+        if sequence.num_output == length_of(sequence):
             scheduler.finish(sequence)
 
 
@@ -221,6 +239,8 @@ def main() -> None:
         "fcfs": vars(prefix_run("fcfs", AGE_CAP_S)),
         "lpm": vars(prefix_run("lpm", AGE_CAP_S)),
         "lpm_without_cap": vars(prefix_run("lpm", NEVER)),
+        "reserved_0": memory_run(0.0),
+        "reserved_1": memory_run(1.0),
         "decode_rounds": decode_rounds(model_path, 8),
     }
     if not arguments.no_model:

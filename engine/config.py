@@ -9,7 +9,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`max_num_batched_tokens`: tokens of one step, over all sequences; `chunk_tokens`: of one sequence in one step.
     `attention`, `runner` and `admission` are rows of engine.attention.ATTENTION, engine.runner.RUNNERS and engine.admission.ADMISSION. `age_cap_s`: so
     long may others of the same class and tenant be preferred to a waiting sequence. `mixed_chunk`: decodes and chunks of prompts share a step.
-    `num_continuous_decode_steps`: decode steps of one scheduling round while nobody waits. `threads`: of one step's kernels."""
+    `reserved_output`: share of an answer's expected length for which memory is kept at admission; 1 makes preemption rare, 0 fills the batch and computes
+    again. `num_continuous_decode_steps`: decode steps of one scheduling round while nobody waits. `threads`: of one step's kernels."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     block_tokens: int = 32
@@ -19,6 +20,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int = 64
     admission: str = "fcfs"
     age_cap_s: float = 10.0
+    reserved_output: float = 1.0
     mixed_chunk: bool = True
     num_continuous_decode_steps: int = 1
     max_context_tokens: int = 4096

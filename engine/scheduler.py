@@ -247,9 +247,14 @@ class Scheduler:
         admitted = [*self._running, *(self._sequences[key] for key in self._loading)]
         if not admitted or not self._pool.can_allocate(missing, keeping=matched):
             return self._pool.can_allocate(missing, keeping=matched)
-        outlooks = [Outlook(it.num_tokens, len(it.blocks), len(it.blocks) - it.num_shared, self._predictor.remaining(it)) for it in admitted]
-        outlooks.append(Outlook(sequence.num_tokens, len(matched), 0, self._predictor.remaining(sequence)))
+        outlooks = [Outlook(it.num_tokens, len(it.blocks), len(it.blocks) - it.num_shared, self._reserved(it)) for it in admitted]
+        outlooks.append(Outlook(sequence.num_tokens, len(matched), 0, self._reserved(sequence)))
         return self._pool.can_allocate(peak_growth(outlooks, sequence.block_tokens), keeping=matched)
+
+    def _reserved(self, sequence: Sequence) -> int:
+        """Tokens for which the sequence's growth is planned: a block's worth at least, or admission would only cause preemption."""
+        remaining = self._predictor.remaining(sequence)
+        return max(min(remaining, sequence.block_tokens), round(remaining * self._config.reserved_output))
 
     def _start(self, sequence: Sequence, matched: list[int], now: float) -> None:
         self._pool.refer(matched)

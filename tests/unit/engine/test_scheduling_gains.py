@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from bench.engine_scheduling import AGE_CAP_S, NEVER, SleepingRunner, batching, prefix_run, requests_of, varied_lengths
-from engine.config import EngineConfig
 from fakes.model import write_tiny_model
+
+from bench.engine_scheduling import AGE_CAP_S, NEVER, SleepingRunner, batching, memory_run, prefix_run, requests_of, varied_lengths
+from engine.config import EngineConfig
 
 
 def test_continuous_batching_saves_a_third_of_the_steps_of_static_batching(tmp_path: Path) -> None:
@@ -17,3 +18,8 @@ def test_longest_prefix_first_finds_more_and_overtakes_nobody_past_the_cap() -> 
     fcfs, lpm, uncapped = prefix_run("fcfs", AGE_CAP_S), prefix_run("lpm", AGE_CAP_S), prefix_run("lpm", NEVER)
     assert lpm.hit_rate > 1.3 * fcfs.hit_rate
     assert lpm.overtaken_past_cap == fcfs.overtaken_past_cap == 0 < uncapped.overtaken_past_cap
+
+
+def test_memory_kept_for_expected_lengths_makes_preemption_rare() -> None:
+    full, kept = memory_run(0.0), memory_run(1.0)
+    assert kept["preemptions"] < full["preemptions"] / 4 and kept["tokens"] < 1.05 * kept["tokens_needed"] < full["tokens"]
