@@ -1,6 +1,6 @@
 """Settings of an engine: model numerics, block pool, step budget."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,7 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     age_cap_s: float = 10.0
     reserved_output: float = 1.0
     mixed_chunk: bool = True
-    num_continuous_decode_steps: int = 1
+    num_continuous_decode_steps: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_context_tokens: int = 4096
     threads: int = 1
     attention: str = "native"
