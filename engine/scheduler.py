@@ -128,6 +128,8 @@ class Scheduler:
         expected = 0 if sequence.tally.preemptions else max(0, sequence.submission.handoff_tokens - sequence.num_stored)
         sequence.tally.reused_store_tokens += tokens
         sequence.tally.recomputed_tokens += max(0, expected - tokens)
+        if not sequence.tally.preemptions:
+            self._shares.charge(sequence.request.tenant, -tokens)  # charged at admission as if to be computed
         sequence.hold(sequence.num_stored + tokens)
         sequence.times.kv_ready = time.time()
         fresh = self.name_blocks(sequence)

@@ -244,6 +244,19 @@ def test_the_tenant_that_was_served_least_goes_first() -> None:
     assert order[:6].count("few") == 3 and order[6:] == ["flood"] * 7
 
 
+def test_loaded_tokens_cost_a_tenant_nothing() -> None:
+    it, _ = scheduler(blocks=64, seats=2)
+    it.add(sequence("loads", list(range(20)), tenant="loads", load=True))
+    it.add(sequence("computes", list(range(50, 59)), arrival=1, tenant="computes"))
+    it.schedule(time.time())
+    it.loaded(("loads", 0), 4)
+    for name, tenant in (("first", "computes"), ("second", "loads")):
+        it.add(sequence(name, [len(name)] * 3, arrival=2, tenant=tenant))
+    for key in (("loads", 0), ("computes", 0)):
+        it.drop(it.get(key))  # type: ignore[arg-type]
+    assert [seq.key[0] for seq in it.schedule(time.time()).admitted] == ["second", "first"]
+
+
 def test_a_tenant_saves_nothing_up_by_staying_away() -> None:
     shares = TenantShares()
     shares.enter("busy")
