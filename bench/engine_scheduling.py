@@ -6,6 +6,8 @@
 - prefix hits: longest prefix first against first come, first served, in a pool too small for all prefixes, in virtual time: hit rate, longest wait, and how
   often somebody was overtaken after the age cap.
 - reserved output: memory kept at admission for what answers are expected to grow to (their mean, learnt), or not: preemptions, tokens computed, steps.
+- crowd: time to first token of a few requests alone, and with ten times as many others at the same time: as equals of one tenant, from another tenant,
+  from a lower class; in virtual time.
 - decode rounds: scheduling rounds for each step, and that the tokens are the same.
 
     python -m bench.engine_scheduling [--no-model]
@@ -181,8 +183,30 @@ def memory_run(reserved_output: float, num_requests: int = 300) -> dict[str, flo
     return {"preemptions": scheduler.preemptions, "steps": steps, "tokens": tokens, "tokens_needed": sum(63 + length for length in lengths)}
 
 
-def _sequence(index: int, tokens: list[int], queued: float, max_tokens: int = 8, tenant: str = "") -> Sequence:
-    request = GenerationRequest(str(index), tuple(tokens), Sampling(max_tokens=max_tokens), NEVER, tenant=tenant)
+def crowd_run(crowd: int, tenant: str = "", priority: int = 0, num_requests: int = 60) -> dict[str, float]:
+    """Seconds to the first token of one request every half second, 8 places; `crowd` others come with each of them, of that tenant and class."""
+    rng = random.Random(0)
+    scheduler = Scheduler(EngineConfig(block_tokens=BLOCK, max_num_seqs=8), BlockPool(200))
+    ours = [_sequence(index, [rng.randrange(1000) for _ in range(64)], 0.5 * index, max_tokens=30) for index in range(num_requests)]
+    coming = list(ours)
+    for index in range(crowd * num_requests):
+        tokens = [rng.randrange(1000) for _ in range(64)]
+        coming.append(_sequence(num_requests + index, tokens, 0.5 * index / crowd, max_tokens=30, tenant=tenant, priority=priority))
+    coming.sort(key=lambda sequence: -sequence.times.queued)
+    now, first_tokens = 0.0, []
+    while len(first_tokens) < num_requests:
+        while coming and coming[-1].times.queued <= now:
+            scheduler.add(coming.pop())
+        plan = scheduler.schedule(now)
+        now += 0.02 + 0.0005 * sum(num_tokens for _, num_tokens in plan.scheduled)
+        awaited = [sequence for sequence, _ in plan.scheduled if not sequence.num_output and sequence in ours]
+        _advance(scheduler, plan)
+        first_tokens += [now - sequence.times.queued for sequence in awaited if sequence.num_output]
+    return {"mean_s": sum(first_tokens) / num_requests, "p99_s": float(np.percentile(first_tokens, 99))}
+
+
+def _sequence(index: int, tokens: list[int], queued: float, max_tokens: int = 8, tenant: str = "", priority: int = 0) -> Sequence:
+    request = GenerationRequest(str(index), tuple(tokens), Sampling(max_tokens=max_tokens), NEVER, tenant=tenant, priority=priority)
     sequence = Sequence(Submission(request), BLOCK, b"salt", None, index)  # type: ignore[arg-type]
     sequence.times.queued = queued
     return sequence
@@ -241,6 +265,10 @@ def main() -> None:
         "lpm_without_cap": vars(prefix_run("lpm", NEVER)),
         "reserved_0": memory_run(0.0),
         "reserved_1": memory_run(1.0),
+        "alone": crowd_run(0),
+        "crowd_of_equals": crowd_run(10),
+        "crowd_of_a_tenant": crowd_run(10, tenant="crowd"),
+        "crowd_of_a_class": crowd_run(10, tenant="crowd", priority=1),
         "decode_rounds": decode_rounds(model_path, 8),
     }
     if not arguments.no_model:
