@@ -193,7 +193,7 @@ def crowd_run(crowd: int, tenant: str = "", priority: int = 0, num_requests: int
         tokens = [rng.randrange(1000) for _ in range(64)]
         coming.append(_sequence(num_requests + index, tokens, 0.5 * index / crowd, max_tokens=30, tenant=tenant, priority=priority))
     coming.sort(key=lambda sequence: -sequence.times.queued)
-    now, first_tokens = 0.0, []
+    now, first_tokens = 0.0, list[float]()
     while len(first_tokens) < num_requests:
         while coming and coming[-1].times.queued <= now:
             scheduler.add(coming.pop())
