@@ -91,7 +91,15 @@ class DecodeJob:
             self._spawn(self._forget())
 
     def _row(self, chunk: Chunk) -> pb.Row:
-        row = pb.Row(request_id=self.key[0], attempt=self.key[1], tokens=chunk.tokens, text=chunk.text, finish_reason=chunk.finish_reason)
+        row = pb.Row(
+            request_id=self.key[0],
+            attempt=self.key[1],
+            tokens=chunk.tokens,
+            text=chunk.text,
+            finish_reason=chunk.finish_reason,
+            logprobs=[one.to_message() for one in chunk.logprobs],
+            prompt_logprobs=[one.to_message() for one in chunk.prompt_logprobs],
+        )
         instants: dict[str, float] = {}
         if self._first_row:
             instants |= self._first_instants(chunk.sequence)

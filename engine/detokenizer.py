@@ -15,13 +15,17 @@ _MAX_UTF8_BYTES = 4
 class Detokenizer:
     """`stopped`: the stop string that ended the answer; `num_tokens`: answer tokens used, the one that completed the stop string included.
 
-    Of several stop strings the one completed first counts, of those completed by the same character the longest. Special tokens give no text.
+    Of several stop strings the one completed first counts, of those completed by the same character the longest; one that is complete within the first
+    `min_tokens` tokens is text like any other. Special tokens give no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = (), stop: Sequence[str] = (), include_stop: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = (), stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._prompt_tail = _incomplete_tail(tokenizer, prompt_tokens)
         self._held = ""
@@ -59,9 +63,11 @@ class Detokenizer:
     def _show(self, text: str) -> str:
         if not text or not self._stop:
             return text
+        known = len(self._held)  # what ends in here is no stop: it would have been one before, had it counted
         self._held += text
-        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
-        if matches:
+        found = ((stop, self._held.find(stop, max(0, known - len(stop) + 1))) for stop in self._stop)
+        matches = [(start + len(stop), start, stop) for stop, start in found if start >= 0]
+        if matches and self.num_tokens > self._min_tokens:
             end, start, self.stopped = min(matches)
             shown, self._held = self._held[: end if self._include_stop else start], ""
             return shown

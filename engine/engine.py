@@ -13,30 +13,37 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.batch_builder import build_batch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.runner import Runner
-from engine.sampler import sample
+from engine.sampler import Choice, Chosen, choose, score
 from engine.scheduler import LoadItem, Plan, Scheduler
 from engine.sequence import Export, Sequence, SequenceKey, Submission
 from engine.stopwatch import Stopwatch
 from engine.tokenizer import Tokenizer
 from kvstore.hashing import salt_of
-from protocol.errors import Cancelled, ContextTooLong, DeadlineExceeded, HeadraceError
+from protocol.errors import Cancelled, ContextTooLong, DeadlineExceeded, HeadraceError, InvalidRequest
+from protocol.logprobs import TokenLogprob
+from protocol.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens and text of a sequence. `finish_reason`: "", "stop", "length", or "handoff" when a one-token sequence would go on."""
+    """New tokens and text of a sequence. `finish_reason`: "", "stop", "length", or "handoff" when a one-token sequence would go on.
+    `logprobs`: one for each token, where the request asks; `prompt_logprobs`: with the first token of an answer, where it asks for these."""
 
     sequence: Sequence
     tokens: list[int]
     text: str
     finish_reason: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,23 +196,23 @@ class Engine:
             plan = following
 
     def _run(self, plan: Plan) -> None:
+        done = [sequence for sequence, num_tokens in plan.scheduled if num_tokens == sequence.num_remaining]
         batch = build_batch(plan.scheduled, self._config.block_tokens)
         self._stopwatch.lap("build_s")
         try:
             logits = self._runner.run(batch)
+            self._stopwatch.lap("run_s")
+            score_prompts(plan, logits[len(done) :])
+            chosen = choose(logits[: len(done)], [choice_of(sequence) for sequence in done])
         except Exception as error:
             self._fail_batch(plan, error)
             return
-        finally:
-            self._stopwatch.lap("run_s")
-        done = [sequence for sequence, num_tokens in plan.scheduled if num_tokens == sequence.num_remaining]
-        sampled = sample(logits, [sequence.request.sampling for sequence in done], [sequence.num_tokens for sequence in done])
         self._stopwatch.lap("sample_s")
         for sequence, num_tokens in plan.scheduled:
             sequence.advance(num_tokens)
             self._export(sequence, self._scheduler.name_blocks(sequence))
-        for sequence, token in zip(done, sampled, strict=True):
-            self._take(sequence, token)
+        for sequence, one in zip(done, chosen, strict=True):
+            self._take(sequence, one)
         self._counters["steps"] += 1
         self._counters["scheduled_tokens"] += sum(num_tokens for _, num_tokens in plan.scheduled)
         self._stopwatch.lap("update_s")
@@ -217,11 +224,17 @@ class Engine:
             self._scheduler.drop(sequence)
             self._events.append(Failed(sequence, HeadraceError(f"the model step failed: {error}")))
 
-    def _take(self, sequence: Sequence, token: int) -> None:
+    def _take(self, sequence: Sequence, chosen: Chosen) -> None:
         """A new token: text, stop conditions, and the event."""
+        if (token := chosen.token) is None:
+            self._scheduler.drop(sequence)
+            self._events.append(Failed(sequence, InvalidRequest("the request's own bans and masks leave no token that may come next")))
+            return
+        first = sequence.num_output == 0
         sequence.append(token)
         sequence.times.first_token = sequence.times.first_token or time.time()
-        text = sequence.detokenizer.push([token])
+        shows = sequence.request.sampling.include_stop or not self._stops(sequence, token)
+        text = sequence.detokenizer.push([token]) if shows else ""
         reason = self._finish_reason(sequence, token)
         if reason in ("stop", "length"):
             text += sequence.detokenizer.finish()
@@ -229,13 +242,16 @@ class Engine:
             self._export_rest(sequence)
             self._scheduler.finish(sequence)
         self._counters["generated_tokens"] += 1
-        self._events.append(Chunk(sequence, [token], text, reason))
+        logprobs = [chosen.logprob] if chosen.logprob is not None else []
+        self._events.append(Chunk(sequence, [token], text, reason, logprobs, sequence.prompt_logprobs if first else []))
+
+    def _stops(self, sequence: Sequence, token: int) -> bool:
+        sampling = sequence.request.sampling
+        return token in sampling.stop_token_ids or (token in self._tokenizer.stop_token_ids and not sampling.ignore_eos)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> str:
         sampling = sequence.request.sampling
-        if sequence.detokenizer.stopped or token in sampling.stop_token_ids:
-            return "stop"
-        if token in self._tokenizer.stop_token_ids and not sampling.ignore_eos:
+        if sequence.detokenizer.stopped or self._stops(sequence, token):
             return "stop"
         if sequence.num_output >= sampling.max_tokens or sequence.num_tokens >= self._config.max_context_tokens:
             return "length"
@@ -267,13 +283,16 @@ class Engine:
 
     def _add(self, submission: Submission) -> None:
         request = submission.request
-        detokenizer = Detokenizer(self._tokenizer, request.prompt_tokens, request.sampling.stop, request.sampling.include_stop)
+        sampling = request.sampling
+        detokenizer = Detokenizer(self._tokenizer, request.prompt_tokens, sampling.stop, sampling.include_stop, sampling.min_tokens)
         detokenizer.push(list(request.output_tokens))
         salt = salt_of(self._salt, request.tenant)
-        sequence = Sequence(submission, self._config.block_tokens, salt, detokenizer, self._arrivals)
+        sequence = Sequence(submission, self._config.block_tokens, salt, detokenizer, self._arrivals, self._tokenizer.stop_token_ids)
         self._arrivals += 1
         most = min(sequence.num_prompt + request.sampling.max_tokens, self._config.max_context_tokens)
-        if sequence.num_tokens >= self._config.max_context_tokens or sequence.blocks_for(most) > self._num_blocks:
+        if unsupported := unsupported_by_engine(request):
+            self._events.append(Failed(sequence, InvalidRequest(f"{unsupported}: not supported yet", field=unsupported)))
+        elif sequence.num_tokens >= self._config.max_context_tokens or sequence.blocks_for(most) > self._num_blocks:
             self._events.append(Failed(sequence, ContextTooLong(f"{most} tokens do not fit this worker", field="max_tokens")))
         elif sequence.key in self._scheduler:
             self._events.append(Failed(sequence, HeadraceError(f"request {sequence.key} is here already")))
@@ -329,3 +348,24 @@ def stage_of(sequence: Sequence) -> str:
     if not sequence.times.started:
         return f"{phase}_queued"
     return phase if sequence.times.kv_ready else "kv_loading"
+
+
+def unsupported_by_engine(request: GenerationRequest) -> str:
+    """The field of a request that this engine would have to ignore; empty where there is none."""
+    return "grammar" if request.sampling.grammar is not None else "adapter" if request.adapter else ""
+
+
+def choice_of(sequence: Sequence) -> Choice:
+    request = sequence.request
+    return Choice(request.sampling, sequence.num_tokens, request.sample, sequence.rules)
+
+
+def score_prompts(plan: Plan, logits: torch.Tensor) -> None:
+    """Take the prompt logprobs that this step computed; `logits`: the rows after those that are sampled from. Called before the sequences advance."""
+    start = 0
+    for sequence, num_tokens in plan.scheduled:
+        positions = sequence.positions_to_score(num_tokens)
+        rows = logits[start : start + len(positions)]
+        following = sequence.tokens[positions.start + 1 : positions.stop + 1]
+        sequence.prompt_logprobs += score(rows, following, sequence.request.sampling.prompt_logprobs or 0)
+        start += len(positions)

@@ -215,7 +215,7 @@ class Scheduler:
         if not self._waiting or (self._is_full and self._victim_below(self._waiting.top_priority) is None):
             return
         for sequence in self._waiting.candidates(now):
-            matched = self._pool.match(sequence.hashes)
+            matched = self._pool.match(sequence.hashes) if sequence.may_reuse else []
             if self._is_awaited(sequence, matched):
                 continue
             while not self._fits(sequence, matched):
@@ -270,7 +270,7 @@ class Scheduler:
         self._in_flight |= dict.fromkeys(sequence.hashes[len(matched) :], sequence.key)
 
     def _load_or_run(self, sequence: Sequence, plan: Plan) -> None:
-        items = list(load_items(sequence)) if sequence.submission.load else []
+        items = list(load_items(sequence)) if sequence.submission.load and sequence.may_reuse else []
         if items:
             sequence.move(SequenceState.LOADING)
             self._loading[sequence.key] = items

@@ -5,12 +5,15 @@ go through the model next. The two differ by one only on a full prefix hit: the 
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.detokenizer import Detokenizer
+from engine.token_rules import TokenRules
 from kvstore.hashing import BlockHash, block_hashes
 from protocol.errors import IllegalTransition
+from protocol.logprobs import TokenLogprob
 from protocol.request import GenerationRequest
 
 SequenceKey = tuple[str, int]  # request id, attempt
@@ -77,12 +80,18 @@ class Times:
 
 
 class Sequence:
-    def __init__(self, submission: Submission, block_tokens: int, salt: bytes, detokenizer: Detokenizer, arrival: int) -> None:
+    """`rules`: what the request says about its next token. `prompt_logprobs`: of the prompt's second token and on, as far as computed."""
+
+    def __init__(
+        self, submission: Submission, block_tokens: int, salt: bytes, detokenizer: Detokenizer, arrival: int, eos_token_ids: Collection[int] = ()
+    ) -> None:
         request = submission.request
         self.submission = submission
         self.request = request
         self.block_tokens = block_tokens
         self.detokenizer = detokenizer
+        self.rules = TokenRules(request, eos_token_ids)
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.order = (request.priority, arrival)
         self.state = SequenceState.WAITING
         self.tokens: list[int] = [*request.prompt_tokens, *request.output_tokens]
@@ -115,6 +124,21 @@ class Sequence:
         """Tokens to go through the model before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
 
+    @property
+    def num_to_score(self) -> int:
+        """Prompt positions whose logits are wanted beside the last one's: all but the last, where the request asks for the prompt's logprobs."""
+        return self.num_prompt - 1 if self.request.wants_prompt_logprobs else 0
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether KV from elsewhere may stand in for computing; not while positions have to go through the model for their logits."""
+        return len(self.prompt_logprobs) >= self.num_to_score
+
+    def positions_to_score(self, num_tokens: int) -> range:
+        """Those of the next `num_tokens` positions whose logits give the prompt logprobs that are still missing."""
+        start = max(self.num_computed, len(self.prompt_logprobs))
+        return range(start, max(start, min(self.num_computed + num_tokens, self.num_to_score)))
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 
@@ -138,6 +162,7 @@ class Sequence:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
+        self.rules.push(token)
         full = len(self.tokens) // self.block_tokens
         if full > len(self.hashes):
             parent = self.hashes[-1] if self.hashes else self._salt

@@ -72,11 +72,13 @@ class Tokenizer:
         """The template writes the special tokens itself."""
         return self.encode(self.render_chat(messages, tools), add_special_tokens=False, field="messages")
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the answer's UTF-8; empty for special tokens and for ids that the vocabulary lacks."""
+    def token_bytes(self, token_id: int, special: bool = False) -> bytes:
+        """What a token adds to the answer's UTF-8; empty for ids that the vocabulary lacks and for special tokens; `special`: these by their names."""
         piece = self._tokenizer.id_to_token(token_id)
-        if piece is None or token_id in self._hidden_ids:
+        if piece is None:
             return b""
+        if token_id in self._hidden_ids:
+            return str(piece).encode() if special else b""
         if self._is_byte_level:
             values = [_BYTE_OF_CHARACTER.get(character) for character in piece]
             return piece.encode() if None in values else bytes(value for value in values if value is not None)

@@ -104,6 +104,8 @@ class PrefillJob:
                 tokens=chunk.tokens,
                 text=chunk.text,
                 finish_reason=chunk.finish_reason,
+                logprobs=[one.to_message() for one in chunk.logprobs],
+                prompt_logprobs=[one.to_message() for one in chunk.prompt_logprobs],
                 instants=[pb.Instant(name=name, at=at) for name, at in instants.items()],
                 work=self._work(chunk.sequence),
             )

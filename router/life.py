@@ -14,6 +14,7 @@ from kvstore.hashing import BlockHash, block_hashes, salt_of
 from protocol import headrace_pb2 as pb
 from protocol.errors import DeadlineExceeded, HeadraceError, Overloaded, StoreLost, TransferFailed, Unavailable, WorkerLost, error_from_code
 from protocol.instants import Instant
+from protocol.logprobs import TokenLogprob
 from protocol.request import GenerationRequest
 from router.config import RouterConfig
 from router.link import Dispatch, WorkerLink
@@ -31,11 +32,13 @@ SAME_WORKER_PAUSE_S = 0.2  # before a worker that failed a request gets it again
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of the answer. `finish_reason`: "stop" or "length" with the last one."""
+    """A piece of the answer. `finish_reason`: "stop" or "length" with the last one. Logprobs where the request asks, the prompt's with the first piece."""
 
     text: str
     tokens: tuple[int, ...] = ()
     finish_reason: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,8 @@ class Life:
             self.finish_reason = "length"
         else:
             self._hand_off(row, side)
-        return Chunk(row.text, tuple(row.tokens), self.finish_reason)
+        logprobs, prompt_logprobs = (tuple(map(TokenLogprob.from_message, some)) for some in (row.logprobs, row.prompt_logprobs))
+        return Chunk(row.text, tuple(row.tokens), self.finish_reason, logprobs, prompt_logprobs)
 
     def _hand_off(self, row: pb.Row, side: Side) -> None:
         """The first token is out, the last blocks may still be on their way: decode at once, and let the prefill's report come when it comes."""

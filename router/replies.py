@@ -31,13 +31,24 @@ class Usage:
         }
 
 
-class Reply(Protocol):
-    """One endpoint's shapes for one request. `tokens`: shown as `token_ids` where the client asked for them (vLLM's field)."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a choice gains, or all of it. `tokens`: shown as `token_ids` where the client asked for them (vLLM's field); so are `prompt_logprobs`."""
 
-    def opening(self) -> list[Body]: ...
-    def delta(self, text: str, finish_reason: str, tokens: Sequence[int] | None = None) -> Body: ...
+    text: str
+    finish_reason: str = ""
+    tokens: Sequence[int] | None = None
+    logprobs: Body | None = None
+    prompt_logprobs: list[Body | None] | None = None
+
+
+class Reply(Protocol):
+    """One endpoint's shapes for one request. `index`: of the choice."""
+
+    def opening(self, index: int) -> list[Body]: ...
+    def delta(self, index: int, piece: Piece) -> Body: ...
     def usage(self, usage: Usage) -> Body: ...
-    def whole(self, text: str, finish_reason: str, usage: Usage, tokens: Sequence[int] | None = None) -> Body: ...
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Body: ...
 
 
 class ChatReply:
@@ -45,23 +56,23 @@ class ChatReply:
         self._head: Body = {"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk", "created": created, "model": model}
         self._tail: Body = {"usage": None} if include_usage else {}
 
-    def opening(self) -> list[Body]:
-        return [self._chunk({"role": "assistant", "content": ""}, None)]
+    def opening(self, index: int) -> list[Body]:
+        return [self._chunk(index, {"role": "assistant", "content": ""}, Piece(""))]
 
-    def delta(self, text: str, finish_reason: str, tokens: Sequence[int] | None = None) -> Body:
-        return self._chunk({"content": text} if text or not finish_reason else {}, finish_reason or None, tokens)
+    def delta(self, index: int, piece: Piece) -> Body:
+        return self._chunk(index, {"content": piece.text} if piece.text or not piece.finish_reason else {}, piece)
 
     def usage(self, usage: Usage) -> Body:
         return {**self._head, "choices": [], "usage": usage.body()}
 
-    def whole(self, text: str, finish_reason: str, usage: Usage, tokens: Sequence[int] | None = None) -> Body:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason, **_ids(tokens)}
-        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage.body()}
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Body:
+        choices = [_choice(index, piece, {"message": {"role": "assistant", "content": piece.text, "refusal": None}}) for index, piece in enumerate(pieces)]
+        of_prompt = pieces[0].prompt_logprobs
+        extra = {} if of_prompt is None else {"prompt_logprobs": of_prompt}
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.body(), **extra}
 
-    def _chunk(self, delta: Body, finish_reason: str | None, tokens: Sequence[int] | None = None) -> Body:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **_ids(tokens)}
-        return {**self._head, "choices": [choice], **self._tail}
+    def _chunk(self, index: int, delta: Body, piece: Piece) -> Body:
+        return {**self._head, "choices": [_choice(index, piece, {"delta": delta})], **self._tail}
 
 
 class CompletionReply:
@@ -69,24 +80,26 @@ class CompletionReply:
         self._head: Body = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
         self._tail: Body = {"usage": None} if include_usage else {}
 
-    def opening(self) -> list[Body]:
+    def opening(self, index: int) -> list[Body]:
         return []
 
-    def delta(self, text: str, finish_reason: str, tokens: Sequence[int] | None = None) -> Body:
-        return {**self._head, "choices": [self._choice(text, finish_reason or None, tokens)], **self._tail}
+    def delta(self, index: int, piece: Piece) -> Body:
+        return {**self._head, "choices": [self._choice(index, piece)], **self._tail}
 
     def usage(self, usage: Usage) -> Body:
         return {**self._head, "choices": [], "usage": usage.body()}
 
-    def whole(self, text: str, finish_reason: str, usage: Usage, tokens: Sequence[int] | None = None) -> Body:
-        return {**self._head, "choices": [self._choice(text, finish_reason, tokens)], "usage": usage.body()}
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Body:
+        return {**self._head, "choices": [self._choice(index, piece) for index, piece in enumerate(pieces)], "usage": usage.body()}
 
-    def _choice(self, text: str, finish_reason: str | None, tokens: Sequence[int] | None) -> Body:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, **_ids(tokens)}
+    def _choice(self, index: int, piece: Piece) -> Body:
+        extra = {} if piece.prompt_logprobs is None else {"prompt_logprobs": piece.prompt_logprobs}
+        return _choice(index, piece, {"text": piece.text}) | extra
 
 
-def _ids(tokens: Sequence[int] | None) -> Body:
-    return {} if tokens is None else {"token_ids": list(tokens)}
+def _choice(index: int, piece: Piece, content: Body) -> Body:
+    ids = {} if piece.tokens is None else {"token_ids": list(piece.tokens)}
+    return {"index": index, **content, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason or None, **ids}
 
 
 _TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}

@@ -12,3 +12,6 @@ class ByteTokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+    def token_bytes(self, token_id: int, special: bool = False) -> bytes:
+        return (b"<s>" if special else b"") if token_id == 256 else bytes([token_id])

@@ -15,12 +15,18 @@ from protocol.membership import Member
 TOKEN = "secret"
 
 
-def answer_token(prompt: list[int], position: int) -> int:
-    return (sum(prompt) * 31 + position * 17) % 251
+def answer_token(prompt: list[int], position: int, sample: int = 0) -> int:
+    return (sum(prompt) * 31 + position * 17 + sample * 7) % 251
 
 
-def answer_text(prompt: list[int], num_tokens: int) -> str:
-    return "".join(f"t{answer_token(prompt, position)} " for position in range(num_tokens))
+def answer_text(prompt: list[int], num_tokens: int, sample: int = 0) -> str:
+    return "".join(f"t{answer_token(prompt, position, sample)} " for position in range(num_tokens))
+
+
+def logprob(token: int, num_top: int) -> pb.TokenLogprob:
+    """The token is the second of the likeliest."""
+    top = [(token + 1) % 251, token, *((token + more) % 251 for more in range(2, 30))][:num_top]
+    return pb.TokenLogprob(token=token, logprob=-1.0, rank=2, top_tokens=top, top_logprobs=[-0.5 * (index + 1) for index in range(len(top))])
 
 
 @dataclass
@@ -185,8 +191,14 @@ class FakeWorker:
             await asyncio.sleep(self.token_s)
 
     def _token_row(self, request: pb.Request, position: int, ends: str) -> pb.Row:
-        token = answer_token(list(request.prompt_tokens), position)
-        return pb.Row(request_id=request.request_id, attempt=request.attempt, tokens=[token], text=f"t{token} ", finish_reason=ends)
+        prompt, sampling = list(request.prompt_tokens), request.sampling
+        token = answer_token(prompt, position, request.sample)
+        row = pb.Row(request_id=request.request_id, attempt=request.attempt, tokens=[token], text=f"t{token} ", finish_reason=ends)
+        if sampling.HasField("logprobs"):
+            row.logprobs.append(logprob(token, sampling.logprobs))
+        if sampling.HasField("prompt_logprobs") and position == 0:
+            row.prompt_logprobs.extend(logprob(token, sampling.prompt_logprobs) for token in prompt[1:])
+        return row
 
     def _say(self, outbox: "asyncio.Queue[pb.WorkerMessage]", row: pb.Row) -> None:
         self.steps += 1

@@ -174,3 +174,23 @@ def test_work_per_token_does_not_grow_with_the_answer(byte_level: Tokenizer) -> 
 @pytest.fixture(scope="session")
 def real(smollm2_path: Path) -> Tokenizer:
     return Tokenizer(smollm2_path)
+
+
+@FUZZ
+@given(tokens=st.lists(st.integers(0, 255), min_size=1, max_size=30), cuts=CUTS, start=st.integers(0, 28), length=st.integers(1, 3), least=st.integers(0, 30))
+def test_stops_count_from_min_tokens_on(byte_level: Tokenizer, tokens: list[int], cuts: list[int], start: int, length: int, least: int) -> None:
+    """By the definition: the first token after `least` at which the text, shown or not, holds a stop string that ends in that token's text."""
+    whole = Detokenizer(byte_level)
+    texts = [whole.push([token]) for token in tokens]
+    stop = "".join(texts)[start : start + length] or "x"
+    detokenizer = Detokenizer(byte_level, stop=(stop, "never there"), min_tokens=least)
+    shown = "".join(stream(detokenizer, split(tokens, cuts)))
+    before = ""
+    for index, text in enumerate(texts):
+        found = (before + text).find(stop, max(0, len(before) - len(stop) + 1))
+        if found >= 0 and index + 1 > least:
+            assert (detokenizer.stopped, detokenizer.num_tokens, shown) == (stop, index + 1, (before + text)[:found])
+            return
+        before += text
+    rest = whole.finish()
+    assert shown == (before + rest if detokenizer.stopped is None else (before + rest)[: (before + rest).find(stop, max(0, len(before) - len(stop) + 1))])

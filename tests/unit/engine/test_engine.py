@@ -282,3 +282,49 @@ def test_without_mixed_chunks_the_tokens_are_the_same_and_the_counters_part_all_
             counters = it.engine.status.counters
             assert {"idle_s", "command_s", "schedule_s", "build_s", "run_s", "sample_s", "update_s"} <= set(counters)
     assert outcomes[0] == outcomes[1]
+
+
+def test_a_stop_token_shows_no_text_unless_asked(model_path: Path) -> None:
+    with bench(model_path) as it:
+        it.engine.submit(Submission(request("free", list(range(40)))))
+        tokens, _, _ = it.collect({("free", 0)})["free", 0]
+        stop = next(token for token in tokens[5:] if token < 128 and token not in tokens[:5])
+        for include in (False, True):
+            name = f"stopped {include}"
+            it.engine.submit(Submission(request(name, list(range(40)), stop_token_ids=(stop,), include_stop=include)))
+            some, cut, reason = it.collect({(name, 0)})[name, 0]
+            assert reason == "stop" and some == tokens[: tokens.index(stop) + 1]
+            it.engine.submit(Submission(request("cut", list(range(40)), max_tokens=len(some) - 1 + include)))
+            assert cut == it.collect({("cut", 0)})["cut", 0][1]
+
+
+def test_prompt_logprobs_compute_every_position_past_the_cache_and_survive_preemption(model_path: Path) -> None:
+    prompt = [(7 * index) % 250 for index in range(100)]
+    with bench(model_path, runner="torch") as it:
+        it.engine.submit(Submission(request("first", prompt)))
+        it.collect({("first", 0)})
+        before = it.engine.status.counters["scheduled_tokens"]
+        it.engine.submit(Submission(request("scored", prompt, max_tokens=1, prompt_logprobs=1)))
+        chunk = _first_chunk(it)
+        assert it.engine.status.counters["scheduled_tokens"] - before == 100
+    assert [one.token for one in chunk.prompt_logprobs] == prompt[1:]
+    with bench(model_path, runner="torch", blocks=13, chunk_tokens=16, max_num_batched_tokens=40) as it:
+        for index in range(6):
+            it.engine.submit(Submission(request(str(index), prompt, max_tokens=100, prompt_logprobs=1)))
+        scored = {}
+        preemptions = 0
+        while len(scored) < 6 or it.engine.status.num_running:
+            event = it.events.get(timeout=20)
+            assert not isinstance(event, Failed)
+            if isinstance(event, Chunk) and event.prompt_logprobs:
+                assert event.sequence.key not in scored
+                scored[event.sequence.key] = event.prompt_logprobs
+            preemptions = max(preemptions, event.sequence.tally.preemptions)
+        assert preemptions > 0
+        assert all(some == chunk.prompt_logprobs for some in scored.values())
+
+
+def _first_chunk(it: Bench) -> Chunk:
+    while not isinstance(event := it.events.get(timeout=20), Chunk):
+        pass
+    return event

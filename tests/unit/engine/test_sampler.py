@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -6,11 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import sample, top2_margin, uniform
+from engine.sampler import Choice, choose, top2_margin, uniform
 from protocol.errors import IntegrityViolation
 from protocol.request import Sampling
 
 DRAWS = 20_000
+
+
+def sample(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int | None]:
+    return [chosen.token for chosen in choose(logits.clone(), [Choice(*pair) for pair in zip(samplings, positions, strict=True)])]
 
 
 def exact_distribution(logits: list[float], sampling: Sampling) -> np.ndarray:

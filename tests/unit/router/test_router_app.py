@@ -82,7 +82,7 @@ async def test_the_wire_form_of_a_stream() -> None:
         ("chat/completions", {"model": MODEL, "messages": CHAT, "max_tokens": 0}, 400, "max_tokens", "invalid_request"),
         ("chat/completions", {"model": "other", "messages": CHAT}, 404, "model", "model_not_found"),
         ("completions", {"model": MODEL, "prompt": "a" * 5000}, 400, "prompt", "context_length_exceeded"),
-        ("completions", {"model": MODEL, "prompt": "x", "n": 2}, 400, "n", "invalid_request"),
+        ("completions", {"model": MODEL, "prompt": "x", "best_of": 2}, 400, "best_of", "invalid_request"),
         ("completions", b"{", 400, None, "invalid_request"),
         ("completions", b'{"model": "\xff"}', 400, None, "invalid_request"),
         ("completions", b" " * 200_000, 413, None, "body_too_large"),

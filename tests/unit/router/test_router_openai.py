@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from protocol.errors import ContextTooLong, InvalidRequest, UnknownModel
 from protocol.request import GenerationRequest
-from router.openai import NEUTRAL, Endpoint, Inquiry, parse, timeout_of
+from router.fields import NEUTRAL, Endpoint
+from router.openai import Inquiry, parse, timeout_of
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
@@ -21,7 +22,7 @@ def body(endpoint: Endpoint, **fields: Any) -> bytes:
 
 
 def built(inquiry: Inquiry, context: int = 100) -> GenerationRequest:
-    return inquiry.generation("r", inquiry.tokenize(ByteTokenizer()), 0.0, context, ByteTokenizer.vocab_size)
+    return inquiry.generation("r", inquiry.tokenize(ByteTokenizer()), 0.0, context, ByteTokenizer())
 
 
 BOTH: list[tuple[dict[str, Any], str]] = [
@@ -57,16 +58,29 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"priority": 2**31}, "priority"),
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": True}, "n"),
     ({"best_of": 3}, "best_of"),
-    ({"logprobs": True}, "logprobs"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"logit_bias": {"1": 2}}, "logit_bias"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"min_p": 0.1}, "min_p"),
-    ({"min_tokens": 1}, "min_tokens"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"257": 1}}, "logit_bias.257"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias[...]"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"bad_words": [" "]}, "bad_words[0]"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": ["a"] * 129}, "bad_words"),
+    ({"bad_words": ["a" * 257]}, "bad_words[0]"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"guided_json": {}}, "guided_json"),
@@ -74,6 +88,10 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"temprature": 0.1}, "temprature"),
 ]
 ONLY_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"echo": True}, "echo"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -104,7 +122,10 @@ ONLY_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, -1]}, "prompt[1]"),
     ({"prompt": [1, 257]}, "prompt[1]"),
     ({"prompt": [2**70]}, "prompt[0]"),
-    ({"echo": True}, "echo"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"top_logprobs": 1}, "top_logprobs"),
+    ({"echo": "yes"}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"messages": []}, "messages"),
     ({"stop_token_ids": [257]}, "stop_token_ids[0]"),
@@ -148,7 +169,7 @@ def test_what_is_no_json_object(raw: bytes) -> None:
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text"]), inner, max_size=3),
         max_leaves=6,
     ),
-    st.sampled_from(["messages", "prompt", "stop", "seed", "max_tokens", "stream_options", "n", "tools"]),
+    st.sampled_from(["messages", "prompt", "stop", "seed", "max_tokens", "stream_options", "n", "tools", "logit_bias", "bad_words", "logprobs"]),
     st.sampled_from(["chat", "completion"]),
 )
 @settings(max_examples=300, deadline=None)
@@ -178,6 +199,22 @@ def test_sampling_fields_arrive() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed, sampling.max_tokens) == (0, 0.5, 0, 2**64 - 1, 5)
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos, sampling.include_stop) == (("END",), (7,), True, True)
     assert request.priority == 3
+
+
+def test_penalties_bans_and_logprobs_arrive() -> None:
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "min_p": 0.1, "min_tokens": 2, "prompt_logprobs": 1}
+    request = built(parse(body("completion", logit_bias={"7": -100, "8": 1.5}, bad_words=["ab", " c"], logprobs=4, echo=True, **fields), "completion"))
+    s = request.sampling
+    assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty, s.min_p, s.min_tokens) == (0.5, -1, 1.2, 0.1, 2)
+    assert (s.logit_bias, s.bad_words, s.logprobs, s.prompt_logprobs) == ({7: -100, 8: 1.5}, ((97, 98), (99,)), 4, 4)
+    chat = built(parse(body("chat", logprobs=True), "chat")).sampling
+    assert (chat.logprobs, chat.prompt_logprobs) == (0, None)
+    assert built(parse(body("chat", logprobs=True, top_logprobs=20), "chat")).sampling.logprobs == 20
+
+
+def test_no_tokens_only_with_echo() -> None:
+    inquiry = parse(body("completion", max_tokens=0, echo=True), "completion")
+    assert built(inquiry).sampling.max_tokens == 1 and not inquiry.shows_answer
 
 
 def test_a_seed_is_drawn_where_none_is_given() -> None:
