@@ -6,6 +6,8 @@
 - prefix hits: longest prefix first against first come, first served, in a pool too small for all prefixes, in virtual time: hit rate, longest wait, and how
   often somebody was overtaken after the age cap.
 - reserved output: memory kept at admission for what answers are expected to grow to (their mean, learnt), or not: preemptions, tokens computed, steps.
+- predicted lengths: seconds from arrival to end where long prompts get answers twenty times as long, first come against shortest predicted first, whose
+  predictions are learnt on the way; in virtual time.
 - crowd: time to first token of a few requests alone, and with ten times as many others at the same time: as equals of one tenant, from another tenant,
   from a lower class; in virtual time.
 - decode rounds: scheduling rounds for each step, and that the tokens are the same.
@@ -34,7 +36,7 @@ from engine.engine import Chunk, Engine, Event, Failed
 from engine.model_config import ModelConfig
 from engine.runner import Runner, open_runner
 from engine.scheduler import Plan, Scheduler
-from engine.sequence import Sequence, SequenceKey, Submission
+from engine.sequence import Sequence, SequenceKey, SequenceState, Submission
 from engine.tokenizer import Tokenizer
 from protocol.request import GenerationRequest, Sampling
 
@@ -183,6 +185,25 @@ def memory_run(reserved_output: float, num_requests: int = 300) -> dict[str, flo
     return {"preemptions": scheduler.preemptions, "steps": steps, "tokens": tokens, "tokens_needed": sum(63 + length for length in lengths)}
 
 
+def length_run(admission: str, num_requests: int = 400) -> dict[str, float]:
+    """Requests come somewhat faster than they can be served; no length is known before an answer of its kind has ended."""
+    rng = random.Random(0)
+    config = EngineConfig(block_tokens=BLOCK, max_num_seqs=8, admission=admission, age_cap_s=60.0)
+    scheduler = Scheduler(config, BlockPool(200))
+    shapes = [rng.choice(((32, 10), (200, 200))) for _ in range(num_requests)]
+    coming = [_sequence(index, [rng.randrange(1000) for _ in range(shape[0])], 0.28 * index, max_tokens=1000) for index, shape in enumerate(shapes)]
+    now, took = 0.0, list[float]()
+    coming.reverse()
+    while coming or not scheduler.is_idle:
+        while coming and coming[-1].times.queued <= now:
+            scheduler.add(coming.pop())
+        plan = scheduler.schedule(now)
+        now = now + 0.02 + 0.0005 * sum(num_tokens for _, num_tokens in plan.scheduled)
+        _advance(scheduler, plan, lambda sequence: 10 if sequence.num_prompt == 32 else 200)
+        took += [now - sequence.times.queued for sequence, _ in plan.scheduled if sequence.state is SequenceState.FINISHED]
+    return {"mean_s": sum(took) / num_requests, "p99_s": float(np.percentile(took, 99)), "makespan_s": now}
+
+
 def crowd_run(crowd: int, tenant: str = "", priority: int = 0, num_requests: int = 60) -> dict[str, float]:
     """Seconds to the first token of one request every half second, 8 places; `crowd` others come with each of them, of that tenant and class."""
     rng = random.Random(0)
@@ -265,6 +286,8 @@ def main() -> None:
         "lpm_without_cap": vars(prefix_run("lpm", NEVER)),
         "reserved_0": memory_run(0.0),
         "reserved_1": memory_run(1.0),
+        "lengths_fcfs": length_run("fcfs"),
+        "lengths_shortest": length_run("shortest_predicted"),
         "alone": crowd_run(0),
         "crowd_of_equals": crowd_run(10),
         "crowd_of_a_tenant": crowd_run(10, tenant="crowd"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fakes.model import write_tiny_model
 
-from bench.engine_scheduling import AGE_CAP_S, NEVER, SleepingRunner, batching, crowd_run, memory_run, prefix_run, requests_of, varied_lengths
+from bench.engine_scheduling import AGE_CAP_S, NEVER, SleepingRunner, batching, crowd_run, length_run, memory_run, prefix_run, requests_of, varied_lengths
 from engine.config import EngineConfig
 
 
@@ -29,3 +29,8 @@ def test_a_crowd_of_another_tenant_or_a_lower_class_hardly_delays_a_few() -> Non
     """Virtual time: 0.02 s a step and 0.0005 s a token, so figures are exact."""
     alone, equals, tenant, lower = crowd_run(0), crowd_run(10), crowd_run(10, tenant="crowd"), crowd_run(10, tenant="crowd", priority=1)
     assert lower["p99_s"] < 2 * alone["p99_s"] and tenant["p99_s"] < equals["p99_s"] / 10
+
+
+def test_shortest_predicted_first_ends_answers_sooner_on_average() -> None:
+    fcfs, shortest = length_run("fcfs"), length_run("shortest_predicted")
+    assert shortest["mean_s"] < 0.75 * fcfs["mean_s"] and shortest["p99_s"] < 1.1 * fcfs["p99_s"]
