@@ -101,7 +101,9 @@ class DataPlane:
                 log.exception("request %s: %s could not be handled", event.sequence.key, type(event).__name__)
                 owned[0].abort()
 
-    async def Connect(self, messages: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.WorkerMessage]:
+    async def Connect(
+        self, messages: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
+    ) -> AsyncIterator[pb.WorkerMessage]:
         await require_token(context, self._token)
         first = await anext(messages, None)
         if first is None or not version_accepted(first.hello.version):
