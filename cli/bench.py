@@ -9,6 +9,7 @@ BENCHES = {
     "transport": ("bench.transport", "Bytes per second between two processes, for each transport."),
     "store": ("bench.store", "Blocks per second through a node store."),
     "attention": ("bench.attention", "The native attention kernel against torch."),
+    "scheduling": ("bench.engine_scheduling", "What scheduling gives and what it costs."),
     "idle": ("bench.idle", "What an idle cluster costs."),
 }
 

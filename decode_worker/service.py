@@ -78,7 +78,7 @@ class DecodeJob:
             case Admitted():
                 pass
             case Load():
-                self._spawn(self._load(event.items))
+                self._spawn(self._load(event.items, is_handoff=self._is_handoff and not event.sequence.tally.preemptions))
             case Exported():
                 self._spawn(self._write_back(event.items))
             case Chunk():
@@ -145,10 +145,11 @@ class DecodeJob:
         self._work.recomputed_tokens = tally.recomputed_tokens
         self._work.preemptions = tally.preemptions
         if self._is_handoff:
-            self._work.handoff_tokens = tally.reused_store_tokens
+            self._work.handoff_tokens = min(tally.reused_store_tokens, self.submission.handoff_tokens)
 
-    async def _load(self, items: list[LoadItem]) -> None:
-        """Bring the wanted blocks from this node's store into the pool."""
+    async def _load(self, items: list[LoadItem], is_handoff: bool) -> None:
+        """Bring the wanted blocks from this node's store into the pool. What was pushed for this request is waited for and held; what a preempted sequence
+        wrote back is there or not."""
         good = 0
         self._held = False
         session: StoreSession | None = None
@@ -157,8 +158,9 @@ class DecodeJob:
             session = await self._service.local_store()
             if session is not None:
                 blocks = [PoolBlock(item.hash, item.block, item.num_tokens, item.private) for item in items]
-                wait_until = min(deadline, time.time() + (self._service.handoff_wait_s if self._is_handoff else PREFIX_WAIT_S))
-                report = await self._service.mover.fetch(session, self._hold, blocks, wait_until=wait_until, expect=self._is_handoff, deadline=deadline)
+                wait_until = min(deadline, time.time() + (self._service.handoff_wait_s if is_handoff else PREFIX_WAIT_S))
+                hold = self._hold if is_handoff else hold_name(*self.key)
+                report = await self._service.mover.fetch(session, hold, blocks, wait_until=wait_until, expect=is_handoff, deadline=deadline)
                 good = report.num_blocks
                 self._work.pulled_blocks += report.num_blocks
                 self._work.pulled_bytes += report.bytes
@@ -167,7 +169,7 @@ class DecodeJob:
             log.warning("KV load failed, computing instead: %s", error.code)
         finally:
             self._service.engine.loaded(self.key, good)
-        if session is not None and self._is_handoff and not session.lost:
+        if session is not None and is_handoff and not session.lost:
             session.post(pb.StoreRequest(forget=pb.Forget(request_id=self._hold)))  # the blocks are here: the store need not hold them any more
 
     async def _forget(self) -> None:

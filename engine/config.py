@@ -1,13 +1,16 @@
 """Settings of an engine: model numerics, block pool, step budget."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`max_num_batched_tokens`: tokens of one step, over all sequences; `chunk_tokens`: of one sequence in one step.
-    `attention` and `runner` are rows of engine.attention.ATTENTION and engine.runner.RUNNERS. `threads`: of one step's kernels."""
+    `attention`, `runner` and `admission` are rows of engine.attention.ATTENTION, engine.runner.RUNNERS and engine.admission.ADMISSION. `age_cap_s`: so
+    long may others of the same class and tenant be preferred to a waiting sequence. `mixed_chunk`: decodes and chunks of prompts share a step.
+    `reserved_output`: share of an answer's expected length for which memory is kept at admission; 1 makes preemption rare, 0 fills the batch and computes
+    again. `num_continuous_decode_steps`: decode steps of one scheduling round while nobody waits. `threads`: of one step's kernels."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     block_tokens: int = 32
@@ -15,6 +18,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int = 512
     chunk_tokens: int = 256
     max_num_seqs: int = 64
+    admission: str = "fcfs"
+    age_cap_s: float = 10.0
+    reserved_output: float = 1.0
+    mixed_chunk: bool = True
+    num_continuous_decode_steps: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_context_tokens: int = 4096
     threads: int = 1
     attention: str = "native"

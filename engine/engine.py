@@ -9,13 +9,13 @@ Invariants:
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from engine.batch import Batch
+from engine.batch_builder import build_batch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
@@ -23,6 +23,7 @@ from engine.runner import Runner
 from engine.sampler import Choice, Chosen, choose, score
 from engine.scheduler import LoadItem, Plan, Scheduler
 from engine.sequence import Export, Sequence, SequenceKey, Submission
+from engine.stopwatch import Stopwatch
 from engine.tokenizer import Tokenizer
 from kvstore.hashing import salt_of
 from protocol.errors import Cancelled, ContextTooLong, DeadlineExceeded, HeadraceError, InvalidRequest
@@ -79,6 +80,8 @@ Event = Admitted | Chunk | Failed | Load | Exported
 
 @dataclass(slots=True)
 class EngineStatus:
+    """The counters that end in `_s` part the engine thread's whole time: idle_s, command_s, schedule_s, build_s, run_s, sample_s, update_s."""
+
     steps: int = 0
     num_running: int = 0
     num_waiting: int = 0
@@ -107,7 +110,8 @@ class Engine:
         self._arrivals = 0
         self._wake = threading.Condition()
         self._closing = False
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._stopwatch = Stopwatch(self._counters)
         self._status = EngineStatus(blocks_total=num_blocks, blocks_free=num_blocks)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
@@ -150,20 +154,25 @@ class Engine:
                 if self._closing:
                     return
                 commands, self._commands = self._commands, []
+            self._stopwatch.lap("idle_s")
             for command in commands:
                 command()
-            idle = not self._step()
+            self._stopwatch.lap("command_s")
+            idle = not self._round()
             self._flush()
             if idle and self._config.check_integrity and self._scheduler.is_idle:
                 self._check_integrity()
+            self._stopwatch.lap("update_s")
 
     def _nap_s(self) -> float | None:
         deadline = self._scheduler.next_deadline()
         return None if deadline is None else max(0.001, deadline - time.time())
 
-    def _step(self) -> bool:
-        """One step; False when there was nothing to do."""
+    def _round(self) -> bool:
+        """A plan and the steps that follow from it; False when there was nothing to do."""
         plan = self._scheduler.schedule(time.time())
+        self._counters["scheduling_rounds"] += 1
+        self._stopwatch.lap("schedule_s")
         for sequence in plan.expired:
             self._counters["expired"] += 1
             self._events.append(Failed(sequence, DeadlineExceeded("the request's deadline passed", stage=stage_of(sequence))))
@@ -173,18 +182,32 @@ class Engine:
         self._events += [Load(sequence, items) for sequence, items in plan.loads]
         if plan.scheduled:
             self._flush()
-            self._run(plan)
+            self._steps(plan)
         return bool(plan.scheduled or plan.loads or plan.expired)
+
+    def _steps(self, plan: Plan) -> None:
+        """The plan's step, and decode steps after it while nobody waits: neither a sequence in the scheduler nor a command."""
+        for left in reversed(range(self._config.num_continuous_decode_steps)):
+            self._run(plan)
+            following = self._scheduler.again(plan, time.time()) if left and not (self._commands or self._closing) else None
+            if following is None:
+                return
+            self._flush()
+            plan = following
 
     def _run(self, plan: Plan) -> None:
         done = [sequence for sequence, num_tokens in plan.scheduled if num_tokens == sequence.num_remaining]
+        batch = build_batch(plan.scheduled, self._config.block_tokens)
+        self._stopwatch.lap("build_s")
         try:
-            logits = self._runner.run(build_batch(plan, self._config.block_tokens))
+            logits = self._runner.run(batch)
+            self._stopwatch.lap("run_s")
             score_prompts(plan, logits[len(done) :])
             chosen = choose(logits[: len(done)], [choice_of(sequence) for sequence in done])
         except Exception as error:
             self._fail_batch(plan, error)
             return
+        self._stopwatch.lap("sample_s")
         for sequence, num_tokens in plan.scheduled:
             sequence.advance(num_tokens)
             self._export(sequence, self._scheduler.name_blocks(sequence))
@@ -192,18 +215,19 @@ class Engine:
             self._take(sequence, one)
         self._counters["steps"] += 1
         self._counters["scheduled_tokens"] += sum(num_tokens for _, num_tokens in plan.scheduled)
+        self._stopwatch.lap("update_s")
 
     def _fail_batch(self, plan: Plan, error: Exception) -> None:
         log.exception("step failed")
         self._counters["failed_steps"] += 1
         for sequence, _ in plan.scheduled:
-            self._scheduler.finish(sequence)
+            self._scheduler.drop(sequence)
             self._events.append(Failed(sequence, HeadraceError(f"the model step failed: {error}")))
 
     def _take(self, sequence: Sequence, chosen: Chosen) -> None:
         """A new token: text, stop conditions, and the event."""
         if (token := chosen.token) is None:
-            self._scheduler.finish(sequence)
+            self._scheduler.drop(sequence)
             self._events.append(Failed(sequence, InvalidRequest("the request's own bans and masks leave no token that may come next")))
             return
         first = sequence.num_output == 0
@@ -279,7 +303,7 @@ class Engine:
         sequence = self._scheduler.get(key)
         if sequence is not None:
             self._counters["aborted"] += 1
-            self._scheduler.finish(sequence)
+            self._scheduler.drop(sequence)
             self._events.append(Failed(sequence, Cancelled("aborted")))
 
     def _loaded(self, key: SequenceKey, num_items: int) -> None:
@@ -296,8 +320,9 @@ class Engine:
         """Publish the status, then the events."""
         counts = self._pool.counts()
         self._counters["evictions"] = self._pool.evictions
+        self._counters["preemptions"] = self._scheduler.preemptions
         self._status = EngineStatus(
-            steps=self._counters["steps"],
+            steps=int(self._counters["steps"]),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             waiting_tokens=self._scheduler.waiting_tokens,
@@ -344,38 +369,3 @@ def score_prompts(plan: Plan, logits: torch.Tensor) -> None:
         following = sequence.tokens[positions.start + 1 : positions.stop + 1]
         sequence.prompt_logprobs += score(rows, following, sequence.request.sampling.prompt_logprobs or 0)
         start += len(positions)
-
-
-def build_batch(plan: Plan, block_tokens: int) -> Batch:
-    """The step's tensors. A position whose KV is stored already gets slot -1: its block may be shared and is not written again.
-    The logits wanted: one row for each sequence that samples, in the plan's order, then the prompt positions to score."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    query_starts = [0]
-    context_lens: list[int] = []
-    logit_rows: list[int] = []
-    scored_rows: list[int] = []
-    for sequence, num_tokens in plan.scheduled:
-        start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        tokens += sequence.tokens[start:end]
-        positions += range(start, end)
-        for position in range(start, end):
-            block = sequence.blocks[position // block_tokens]
-            slots.append(block * block_tokens + position % block_tokens if position >= sequence.num_stored else -1)
-        scored_rows += (query_starts[-1] + position - start for position in sequence.positions_to_score(num_tokens))
-        query_starts.append(len(tokens))
-        context_lens.append(end)
-        if end == sequence.num_tokens:
-            logit_rows.append(len(tokens) - 1)
-    width = max(len(sequence.blocks) for sequence, _ in plan.scheduled)
-    tables = [sequence.blocks + [0] * (width - len(sequence.blocks)) for sequence, _ in plan.scheduled]
-    return Batch(
-        tokens=torch.tensor(tokens),
-        positions=torch.tensor(positions),
-        slots=torch.tensor(slots),
-        block_tables=torch.tensor(tables, dtype=torch.int32),
-        query_starts=torch.tensor(query_starts, dtype=torch.int32),
-        context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        logit_rows=torch.tensor(logit_rows + scored_rows, dtype=torch.int64),
-    )

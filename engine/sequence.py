@@ -101,6 +101,7 @@ class Sequence:
         self.num_stored = 0
         self.blocks: list[int] = []
         self.num_named = 0  # leading blocks that have their hash in the pool
+        self.num_shared = 0  # leading blocks that were in the pool at admission: others may hold them too
         self.hashes = block_hashes(self.tokens, block_tokens, salt)
         self._salt = salt
         self.tally = Tally()
@@ -171,5 +172,5 @@ class Sequence:
     def reset(self) -> None:
         """Back to the start, tokens kept: preemption by recompute. The caller took the blocks."""
         self.blocks = []
-        self.num_computed = self.num_stored = self.num_named = 0
+        self.num_computed = self.num_stored = self.num_named = self.num_shared = 0
         self.tally.preemptions += 1

@@ -3,7 +3,7 @@
 import queue
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,12 +34,14 @@ class Bench:
         self.layout = model.layout(config.block_tokens, config.dtype)
         self.pool = np.zeros(blocks * self.layout.block_bytes, np.uint8)
         self.events: queue.Queue[Event] = queue.Queue()
+        self.on_event: Callable[[Event], None] = lambda event: None  # on the engine thread, before the next step
         runner = open_runner(config, model_path, model, self.pool)
         self.engine = Engine(config, blocks, runner, Tokenizer(model_path), "salt", self._deliver)
         self.engine.start()
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
+            self.on_event(event)
             self.events.put(event)
 
     def block(self, index: int) -> np.ndarray:
@@ -201,6 +203,87 @@ def test_stop_string_and_eos_end_the_answer(model_path: Path) -> None:
         assert reason == "stop" and cut == text[: text.index(stop)]
 
 
+@pytest.mark.parametrize("runner", ["fake", "torch"])
+def test_preemption_in_a_pool_of_40_blocks_changes_no_token(model_path: Path, runner: str) -> None:
+    """Twelve answers of unknown length, 120 tokens each: up to 75 blocks."""
+    asked = [request(str(index), prompt, max_tokens=120) for index, prompt in enumerate(prompts(12, seed=5))]
+    outcomes = []
+    for blocks in (128, 40):
+        with bench(model_path, runner=runner, blocks=blocks) as it:
+            for each in asked:
+                it.engine.submit(Submission(each))
+            outcomes.append(it.collect({each.key for each in asked}))
+            preemptions = it.engine.status.counters["preemptions"]
+            assert (preemptions > 0) == (blocks == 40)
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("runner", ["fake", "torch"])
+def test_a_preempted_sequence_finds_what_it_wrote_back(model_path: Path, runner: str) -> None:
+    """An urgent request takes the pool; afterwards the preempted one loads the blocks of its prompt and of its answer from a store outside."""
+    victim = GenerationRequest(
+        "victim", tuple(prompts(1)[0][:20] * 3), Sampling(max_tokens=160, temperature=0.0, ignore_eos=True), time.time() + 60, priority=1
+    )
+    urgent = request("urgent", [index % 250 for index in range(290)], max_tokens=20)
+    with bench(model_path, runner=runner) as it:
+        it.engine.submit(Submission(victim))
+        expected = it.collect({victim.key})[victim.key]
+    stored: dict[bytes, np.ndarray] = {}
+    tokens: list[int] = []
+    with bench(model_path, runner=runner, blocks=10) as it:
+
+        def interrupt(event: Event) -> None:
+            if isinstance(event, Chunk) and event.sequence.num_output == 80 and event.sequence.key == victim.key:
+                it.engine.submit(Submission(urgent))
+
+        it.on_event = interrupt
+        it.engine.submit(Submission(victim, load=True, export=Export.COMPUTED))
+        while len(tokens) < 160:
+            event = it.events.get(timeout=20)
+            if isinstance(event, Exported):
+                stored |= {item.hash: it.block(item.block).copy() for item in event.items}
+                it.engine.unpin([item.block for item in event.items])
+            elif isinstance(event, Load):
+                present = [item for item in event.items if item.hash in stored]
+                for item in present:
+                    it.block(item.block)[:] = stored[item.hash]
+                it.engine.loaded(event.sequence.key, len(present))
+            elif isinstance(event, Chunk) and event.sequence.key == victim.key:
+                tokens += event.tokens
+                tally = event.sequence.tally
+        assert tokens == expected[0]
+        assert tally.preemptions == 1
+        assert tally.reused_store_tokens >= 128, "two blocks of the prompt and at least two of the answer"
+        assert tally.computed_tokens <= len(victim.prompt_tokens) + 160 + 31, "only the last partial block is computed again"
+
+
+@pytest.mark.parametrize("runner", ["fake", "torch"])
+def test_several_decode_steps_of_a_round_give_the_same_tokens(model_path: Path, runner: str) -> None:
+    asked = [request(str(index), prompt, max_tokens=10 + 7 * index) for index, prompt in enumerate(prompts(6))]
+    outcomes, rounds = [], []
+    for steps in (1, 8):
+        with bench(model_path, runner=runner, num_continuous_decode_steps=steps, prefix_cache=False) as it:
+            for each in asked:
+                it.engine.submit(Submission(each))
+            outcomes.append(it.collect({each.key for each in asked}))
+            rounds.append(it.engine.status.counters["scheduling_rounds"] / it.engine.status.steps)
+    assert outcomes[0] == outcomes[1]
+    assert rounds[1] < 0.5 <= rounds[0], "a finish ends a round"
+
+
+def test_without_mixed_chunks_the_tokens_are_the_same_and_the_counters_part_all_time(model_path: Path) -> None:
+    asked = [request(str(index), prompt) for index, prompt in enumerate(prompts(8))]
+    outcomes = []
+    for mixed in (True, False):
+        with bench(model_path, mixed_chunk=mixed, chunk_tokens=16, max_num_batched_tokens=32) as it:
+            for each in asked:
+                it.engine.submit(Submission(each))
+            outcomes.append(it.collect({each.key for each in asked}))
+            counters = it.engine.status.counters
+            assert {"idle_s", "command_s", "schedule_s", "build_s", "run_s", "sample_s", "update_s"} <= set(counters)
+    assert outcomes[0] == outcomes[1]
+
+
 def test_a_stop_token_shows_no_text_unless_asked(model_path: Path) -> None:
     with bench(model_path) as it:
         it.engine.submit(Submission(request("free", list(range(40)))))
@@ -225,9 +308,9 @@ def test_prompt_logprobs_compute_every_position_past_the_cache_and_survive_preem
         chunk = _first_chunk(it)
         assert it.engine.status.counters["scheduled_tokens"] - before == 100
     assert [one.token for one in chunk.prompt_logprobs] == prompt[1:]
-    with bench(model_path, runner="torch", blocks=14, chunk_tokens=16, max_num_batched_tokens=40) as it:
+    with bench(model_path, runner="torch", blocks=13, chunk_tokens=16, max_num_batched_tokens=40) as it:
         for index in range(6):
-            it.engine.submit(Submission(request(str(index), prompt, max_tokens=60, prompt_logprobs=1)))
+            it.engine.submit(Submission(request(str(index), prompt, max_tokens=100, prompt_logprobs=1)))
         scored = {}
         preemptions = 0
         while len(scored) < 6 or it.engine.status.num_running:

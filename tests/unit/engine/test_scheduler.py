@@ -1,4 +1,4 @@
-"""The scheduler alone: budgets, single flight, preemption, loads, and conservation of blocks over random histories."""
+"""The scheduler alone: budgets, single flight, preemption, loads, classes and tenants. Random histories: test_scheduler_histories.py."""
 
 import random
 import time
@@ -7,8 +7,10 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.predictor import Outlook, peak_growth
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Export, Sequence, SequenceState, Submission
+from engine.waiting import TenantShares
 from kvstore.hashing import private_hash
 from protocol.errors import IllegalTransition
 from protocol.request import GenerationRequest, Sampling
@@ -17,18 +19,28 @@ BLOCK = 4
 
 
 def sequence(
-    name: str, tokens: list[int], *, arrival: int = 0, priority: int = 0, deadline: float | None = None, load: bool = False, handoff: int = 0
+    name: str,
+    tokens: list[int],
+    *,
+    arrival: int = 0,
+    priority: int = 0,
+    deadline: float | None = None,
+    load: bool = False,
+    handoff: int = 0,
+    tenant: str = "",
+    max_tokens: int = 50,
 ) -> Sequence:
     deadline = deadline if deadline is not None else time.time() + 1000
-    request = GenerationRequest(name, tuple(tokens), Sampling(max_tokens=50), deadline, priority=priority)
+    request = GenerationRequest(name, tuple(tokens), Sampling(max_tokens=max_tokens), deadline, priority=priority, tenant=tenant)
     private = private_hash(name, 0, handoff) if handoff % BLOCK else None
     submission = Submission(request, load=load, export=Export.NONE, handoff_tokens=handoff, private_block=private)
     return Sequence(submission, BLOCK, b"salt", None, arrival)  # type: ignore[arg-type]
 
 
-def scheduler(blocks: int = 16, budget: int = 32, chunk: int = 16) -> tuple[Scheduler, BlockPool]:
+def scheduler(blocks: int = 16, budget: int = 32, chunk: int = 16, seats: int = 8, **settings: object) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(blocks)
-    return Scheduler(EngineConfig(block_tokens=BLOCK, max_num_batched_tokens=budget, chunk_tokens=chunk, max_num_seqs=8), pool), pool
+    config = EngineConfig(block_tokens=BLOCK, max_num_batched_tokens=budget, chunk_tokens=chunk, max_num_seqs=seats, **settings)  # type: ignore[arg-type]
+    return Scheduler(config, pool), pool
 
 
 def finish_step(it: Scheduler, plan: Plan, new_token: int = 7) -> None:
@@ -95,7 +107,7 @@ def test_a_full_hit_computes_only_the_last_token_and_does_not_write_it() -> None
 
 
 def test_the_least_urgent_is_preempted_and_comes_back() -> None:
-    it, _ = scheduler(blocks=5)
+    it, _ = scheduler(blocks=6)
     older, younger = sequence("older", list(range(7)), arrival=0), sequence("younger", list(range(50, 57)), arrival=1)
     it.add(older)
     it.add(younger)
@@ -162,39 +174,153 @@ def test_an_illegal_move_raises() -> None:
         seq.move(SequenceState.WAITING)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_histories_conserve_blocks_and_starve_nobody(seed: int) -> None:
-    """Random arrivals, shared prefixes, loads that succeed in part, aborts and finishes in a tight pool; then everyone must end."""
-    rng = random.Random(seed)
-    it, pool = scheduler(blocks=12, budget=12, chunk=6)
-    loads: list[tuple[str, int]] = []
-    sizes: dict[tuple[str, int], int] = {}
-    live: dict[tuple[str, int], Sequence] = {}
-    wanted: dict[tuple[str, int], int] = {}
-    step = 0
-    while step < 700 or live or loads:
-        step += 1
-        assert step < 5000, "someone starves"
-        if step < 700 and rng.random() < 0.3:
-            prompt = [rng.randint(0, 1)] * BLOCK + [rng.randint(0, 3) for _ in range(rng.randint(1, 14))]
-            seq = sequence(f"s{step}", prompt, arrival=step, priority=rng.randint(0, 2), load=rng.random() < 0.5)
-            live[seq.key], wanted[seq.key] = seq, rng.randint(1, 10)
-            it.add(seq)
-        if live and rng.random() < 0.05:
-            it.finish(live.pop(rng.choice(list(live))))
-        if loads and rng.random() < 0.7:
-            key = loads.pop(rng.randrange(len(loads)))
-            it.loaded(key, rng.randint(0, sizes[key]))
-        plan = it.schedule(float(step))
-        loads += [seq.key for seq, _ in plan.loads]
-        sizes |= {seq.key: len(items) for seq, items in plan.loads}
-        assert sum(n for _, n in plan.scheduled) <= 12
-        assert all(n <= 6 for _, n in plan.scheduled)
-        for seq, n in plan.scheduled:
-            assert len(seq.blocks) * BLOCK >= seq.num_computed + n
-        finish_step(it, plan, new_token=rng.randint(0, 3))
+def test_a_higher_class_takes_the_place_of_a_lower_one() -> None:
+    """The latency of a class does not depend on how much of a lower one is there."""
+    it, _ = scheduler(seats=2)
+    low = [sequence(f"low{index}", [index] * 5, arrival=index, priority=1) for index in range(20)]
+    for seq in low:
+        it.add(seq)
+    finish_step(it, it.schedule(time.time()))
+    high = [sequence(f"high{index}", [50 + index] * 5, arrival=30 + index) for index in range(3)]
+    for seq in high:
+        it.add(seq)
+    assert [seq.key[0] for seq, _ in it.schedule(time.time()).scheduled] == ["high0", "high1"]
+    assert it.preemptions == 2 and all(seq.state is SequenceState.WAITING for seq in low)
+    it.finish(high[0])
+    assert [seq.key[0] for seq, _ in it.schedule(time.time()).scheduled] == ["high1", "high2"]
+    assert it.preemptions == 2, "a class does not take its own places"
+
+
+def test_a_preempted_sequence_loads_what_it_wrote_back_of_prompt_and_answer() -> None:
+    it, pool = scheduler(blocks=8, seats=1)
+    seq = sequence("d", [*range(10), 99], priority=1, load=True, handoff=10, max_tokens=20)
+    it.add(seq)
+    it.schedule(time.time())
+    it.loaded(seq.key, 3)
+    for token in range(100, 107):
+        finish_step(it, it.schedule(time.time()), token)
+    assert seq.num_tokens == 18
+    urgent = sequence("urgent", list(range(50, 80)), arrival=1)
+    it.add(urgent)
+    finish_step(it, it.schedule(time.time()))
+    assert seq.state is SequenceState.WAITING
+    it.finish(urgent)
+    ((_, items),) = it.schedule(time.time()).loads
+    assert [(item.hash, item.num_tokens, item.private) for item in items] == [(block_hash, BLOCK, False) for block_hash in seq.hashes]
+    it.loaded(seq.key, 4)
+    assert it.schedule(time.time()).scheduled == [(seq, 2)]
+    assert seq.tally.recomputed_tokens == 0 and pool.counts().used == 5
+
+
+def test_mixed_chunk_puts_decodes_and_chunks_in_one_step_or_lets_them_take_turns() -> None:
+    kinds: dict[bool, list[set[str]]] = {}
+    for mixed in (True, False):
+        it, _ = scheduler(blocks=32, budget=8, chunk=8, mixed_chunk=mixed)
+        it.add(sequence("short", [1, 2, 3], arrival=0))
+        finish_step(it, it.schedule(time.time()))
+        it.add(sequence("long", list(range(30)), arrival=1))
+        kinds[mixed] = []
+        for _ in range(4):
+            plan = it.schedule(time.time())
+            kinds[mixed].append({seq.key[0] for seq, _ in plan.scheduled})
+            finish_step(it, plan)
+    assert kinds[True] == [{"short", "long"}] * 4
+    assert kinds[False] == [{"long"}, {"short"}] * 2
+
+
+def test_the_tenant_that_was_served_least_goes_first() -> None:
+    """A flood of one tenant does not delay another's few requests; with both present they share alike."""
+    it, _ = scheduler(blocks=64, seats=1)
+    for index in range(10):
+        it.add(sequence(f"flood{index}", [index, index], arrival=index, tenant="flood"))
+    for index in range(3):
+        it.add(sequence(f"few{index}", [50 + index, index], arrival=20 + index, tenant="few"))
+    order = []
+    while len(order) < 13:
+        ((seq, _),) = it.schedule(time.time()).scheduled
+        order.append(seq.request.tenant)
+        seq.advance(2)
+        it.finish(seq)
+    assert order[:6].count("few") == 3 and order[6:] == ["flood"] * 7
+
+
+def test_loaded_tokens_cost_a_tenant_nothing() -> None:
+    it, _ = scheduler(blocks=64, seats=2)
+    it.add(sequence("loads", list(range(20)), tenant="loads", load=True))
+    it.add(sequence("computes", list(range(50, 59)), arrival=1, tenant="computes"))
+    it.schedule(time.time())
+    it.loaded(("loads", 0), 4)
+    for name, tenant in (("first", "computes"), ("second", "loads")):
+        it.add(sequence(name, [len(name)] * 3, arrival=2, tenant=tenant))
+    for key in (("loads", 0), ("computes", 0)):
+        it.drop(it.get(key))  # type: ignore[arg-type]
+    assert [seq.key[0] for seq in it.schedule(time.time()).admitted] == ["second", "first"]
+
+
+def test_a_tenant_saves_nothing_up_by_staying_away() -> None:
+    shares = TenantShares()
+    shares.enter("busy")
+    shares.charge("busy", 1000)
+    shares.enter("late")
+    assert shares.served("late") == 1000
+    shares.charge("late", 10)
+    shares.leave("late")
+    shares.enter("late")
+    assert shares.served("late") == 1010, "leaving does not wipe the slate either"
+    shares.leave("busy")
+    shares.leave("late")
+    shares.enter("busy")
+    assert shares.served("busy") == 0
+
+
+def test_learnt_lengths_bound_admission_so_that_nobody_is_preempted() -> None:
+    """20 answers of 40 tokens in a pool for three of them: once the length is known, memory is given to as many as can end."""
+    it, _ = scheduler(blocks=36, seats=8, budget=64)
+    for index in range(20):
+        it.add(sequence(f"s{index}", [index] * 5, arrival=index, max_tokens=1000))
+    before = []
+    while not it.is_idle:
+        plan = it.schedule(time.time())
+        finish_step(it, plan)
         for seq, _ in plan.scheduled:
-            if seq.num_output >= wanted[seq.key]:
-                it.finish(live.pop(seq.key))
-        assert it.check_integrity() == []
-    assert pool.counts().used == 0
+            if seq.num_output == 40:
+                it.finish(seq)
+                before.append(it.preemptions)
+    assert before[0] > 0, "nothing was known"
+    assert before[-1] == before[6]
+
+
+def test_peak_growth_is_the_worst_moment_before_an_end() -> None:
+    """Against stepping through it token by token."""
+    rng = random.Random(1)
+    for _ in range(200):
+        outlooks = []
+        for _ in range(rng.randint(1, 6)):
+            tokens = rng.randint(1, 40)
+            held = -(-tokens // BLOCK)
+            outlooks.append(Outlook(tokens, held, rng.randint(0, held), rng.randint(1, 30)))
+        worst = max(
+            sum(-(-(it.num_tokens + step) // BLOCK) - it.num_held if step <= it.remaining else -it.num_own for it in outlooks)
+            for step in range(1, max(it.remaining for it in outlooks) + 1)
+        )
+        assert peak_growth(outlooks, BLOCK) == worst
+
+
+def test_a_round_of_decode_steps_ends_when_a_plan_is_due() -> None:
+    it, _ = scheduler(blocks=3)
+    it.add(sequence("a", [1, 2, 3], deadline=100.0))
+    plan = it.schedule(0.0)
+    finish_step(it, plan)
+    assert it.again(plan, 100.0) is None, "at the deadline"
+    following = it.again(plan, 0.0)
+    assert following is not None and [n for _, n in following.scheduled] == [1]
+    finish_step(it, following)
+    other = sequence("b", [9] * 3, arrival=1)
+    it.add(other)
+    assert it.again(following, 0.0) is None, "somebody waits"
+    it.finish(other)
+    steps = 0
+    while following := it.again(following, 0.0):
+        finish_step(it, following)
+        steps += 1
+    assert steps == 13 - 5, "until no block is left to grow into"
