@@ -12,29 +12,27 @@ import time
 from collections.abc import Awaitable, Callable
 
 from engine.engine import Admitted, Chunk, Engine, Event, Exported, Failed, Load
+from engine.rows import chunk_row, error_row, tell
 from engine.scheduler import LoadItem
 from engine.sequence import Export, Sequence, SequenceKey, Submission
 from kvstore.hashing import hold_name, private_hash
-from kvstore.mover import BlockMover, PoolBlock
-from kvstore.session import StoreSession
+from kvstore.loader import NodeLoader
+from kvstore.mover import PoolBlock
 from protocol import headrace_pb2 as pb
-from protocol.errors import HeadraceError
 from protocol.instants import Instant
 from protocol.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 PREFIX_WAIT_S = 1.0  # for prefix blocks on their way to this node's store, when nothing was handed off
 Emit = Callable[[pb.Row], None]
-LocalStore = Callable[[], Awaitable[StoreSession | None]]
 
 
 class DecodeService:
     """`handoff_wait_s`: how long a hand-off's blocks are waited for before they are computed again."""
 
-    def __init__(self, engine: Engine, mover: BlockMover, local_store: LocalStore, block_tokens: int, handoff_wait_s: float) -> None:
+    def __init__(self, engine: Engine, loader: NodeLoader, block_tokens: int, handoff_wait_s: float) -> None:
         self.engine = engine
-        self.mover = mover
-        self.local_store = local_store
+        self.loader = loader
         self.block_tokens = block_tokens
         self.handoff_wait_s = handoff_wait_s
 
@@ -53,7 +51,7 @@ class DecodeJob:
         self._is_handoff = message.handoff_tokens > 0
         self._resumes = bool(self._request.output_tokens)
         self._hold = hold_name(self._request.request_id, message.handoff_attempt if self._is_handoff else self._request.attempt)
-        self._work = pb.Work(codec=service.mover.codec, transport=service.mover.transport)
+        self._work = pb.Work(codec=service.loader.mover.codec, transport=service.loader.mover.transport)
         self._first_row = True
         self._over = False
         self._held = self._is_handoff  # the store holds blocks for this attempt
@@ -86,30 +84,20 @@ class DecodeJob:
                 self._emit(self._row(event))
             case Failed():
                 self._over = True
-                self._emit(self._error_row(event))
+                self._emit(error_row(event, self._tally(event.sequence)))
         if self._over and self._held:  # nothing was loaded: all was here, or the request ended in the queue
             self._spawn(self._forget())
 
     def _row(self, chunk: Chunk) -> pb.Row:
-        row = pb.Row(
-            request_id=self.key[0],
-            attempt=self.key[1],
-            tokens=chunk.tokens,
-            text=chunk.text,
-            finish_reason=chunk.finish_reason,
-            logprobs=[one.to_message() for one in chunk.logprobs],
-            prompt_logprobs=[one.to_message() for one in chunk.prompt_logprobs],
-        )
         instants: dict[str, float] = {}
         if self._first_row:
             instants |= self._first_instants(chunk.sequence)
             self._first_row = False
         if chunk.finish_reason:
             instants[Instant.FINISHED] = chunk.sequence.times.finished
-            self._tally(chunk.sequence)
-            row.work.CopyFrom(self._work)
-        for name, at in instants.items():
-            row.instants.add(name=name, at=at)
+        row = chunk_row(chunk, instants)
+        if chunk.finish_reason:
+            row.work.CopyFrom(self._tally(chunk.sequence))
         return row
 
     def _first_instants(self, sequence: Sequence) -> dict[str, float]:
@@ -123,69 +111,35 @@ class DecodeJob:
             Instant.DECODE_STARTED: times.first_token,
         }
 
-    def _error_row(self, failed: Failed) -> pb.Row:
-        self._tally(failed.sequence)
-        error = failed.error
-        return pb.Row(
-            request_id=self.key[0],
-            attempt=self.key[1],
-            finish_reason="error",
-            error_code=error.code,
-            error_message=error.message,
-            error_stage=error.stage or "",
-            work=self._work,
-        )
-
-    def _tally(self, sequence: Sequence) -> None:
-        tally = sequence.tally
-        self._work.computed_tokens = tally.computed_tokens
-        self._work.computed_prompt_tokens = tally.computed_prompt_tokens
-        self._work.reused_device_tokens = tally.reused_device_tokens
-        self._work.reused_store_tokens = tally.reused_store_tokens
-        self._work.recomputed_tokens = tally.recomputed_tokens
-        self._work.preemptions = tally.preemptions
+    def _tally(self, sequence: Sequence) -> pb.Work:
+        tell(sequence.tally, self._work)
         if self._is_handoff:
-            self._work.handoff_tokens = min(tally.reused_store_tokens, self.submission.handoff_tokens)
+            self._work.handoff_tokens = min(sequence.tally.reused_store_tokens, self.submission.handoff_tokens)
+        return self._work
 
     async def _load(self, items: list[LoadItem], is_handoff: bool) -> None:
         """Bring the wanted blocks from this node's store into the pool. What was pushed for this request is waited for and held; what a preempted sequence
         wrote back is there or not."""
         good = 0
         self._held = False
-        session: StoreSession | None = None
-        deadline = self._request.deadline
+        hold, wait_s = (self._hold, self._service.handoff_wait_s) if is_handoff else (hold_name(*self.key), PREFIX_WAIT_S)
         try:
-            session = await self._service.local_store()
-            if session is not None:
-                blocks = [PoolBlock(item.hash, item.block, item.num_tokens, item.private) for item in items]
-                wait_until = min(deadline, time.time() + (self._service.handoff_wait_s if is_handoff else PREFIX_WAIT_S))
-                hold = self._hold if is_handoff else hold_name(*self.key)
-                report = await self._service.mover.fetch(session, hold, blocks, wait_until=wait_until, expect=is_handoff, deadline=deadline)
-                good = report.num_blocks
-                self._work.pulled_blocks += report.num_blocks
-                self._work.pulled_bytes += report.bytes
-                self._work.pulled_s += report.seconds
-        except HeadraceError as error:
-            log.warning("KV load failed, computing instead: %s", error.code)
+            blocks = [PoolBlock(item.hash, item.block, item.num_tokens, item.private) for item in items]
+            until, deadline = time.time() + wait_s, self._request.deadline
+            good = await self._service.loader.load(hold, blocks, self._work, wait_until=until, deadline=deadline, expect=is_handoff)
         finally:
             self._service.engine.loaded(self.key, good)
-        if session is not None and is_handoff and not session.lost:
-            session.post(pb.StoreRequest(forget=pb.Forget(request_id=self._hold)))  # the blocks are here: the store need not hold them any more
+        if is_handoff:
+            await self._service.loader.forget(hold)
 
     async def _forget(self) -> None:
         self._held = False
-        session = await self._service.local_store()
-        if session is not None and not session.lost:
-            session.post(pb.StoreRequest(forget=pb.Forget(request_id=self._hold)))
+        await self._service.loader.forget(self._hold)
 
     async def _write_back(self, items: list[LoadItem]) -> None:
         try:
-            session = await self._service.local_store()
-            if session is not None:
-                blocks = [PoolBlock(item.hash, item.block, item.num_tokens) for item in items]
-                await self._service.mover.put(session, hold_name(*self.key), blocks, self._request.deadline)
-        except HeadraceError as error:
-            log.info("write-back failed: %s", error.code)
+            blocks = [PoolBlock(item.hash, item.block, item.num_tokens) for item in items]
+            await self._service.loader.put(hold_name(*self.key), blocks, self._request.deadline)
         finally:
             self._service.engine.unpin([item.block for item in items])
 

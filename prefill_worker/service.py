@@ -11,11 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 
 from engine.engine import Admitted, Chunk, Engine, Event, Exported, Failed, Load
+from engine.rows import chunk_row, error_row, tell
 from engine.scheduler import LoadItem
-from engine.sequence import Export, Sequence, SequenceKey, Submission
+from engine.sequence import Export, SequenceKey, Submission
 from kvstore.hashing import BlockHash, hold_name, private_hash
-from kvstore.mover import BlockMover, PoolBlock, PushPlan
-from kvstore.session import StoreAddress, StoreSession, StoreSessions
+from kvstore.loader import NodeLoader
+from kvstore.mover import PoolBlock, PushPlan
+from kvstore.session import StoreAddress, StoreSessions
 from protocol import headrace_pb2 as pb
 from protocol.errors import HeadraceError
 from protocol.instants import Instant
@@ -24,17 +26,14 @@ from protocol.request import GenerationRequest
 log = logging.getLogger(__name__)
 PREFIX_WAIT_S = 1.0  # for prefix blocks that are on their way to this node's store: they are a matter of milliseconds, or not worth waiting for
 Emit = Callable[[pb.Row], None]
-LocalStore = Callable[[], Awaitable[StoreSession | None]]
 
 
 class PrefillService:
-    """`local_store` gives the session with this node's store, or None while there is none."""
-
-    def __init__(self, engine: Engine, mover: BlockMover, sessions: StoreSessions, local_store: LocalStore, block_tokens: int) -> None:
+    def __init__(self, engine: Engine, loader: NodeLoader, sessions: StoreSessions, block_tokens: int) -> None:
         self.engine = engine
-        self.mover = mover
+        self.loader = loader
+        self.mover = loader.mover
         self.sessions = sessions
-        self.local_store = local_store
         self.block_tokens = block_tokens
 
     def start(self, message: pb.Prefill, emit: Emit) -> "PrefillJob":
@@ -89,57 +88,30 @@ class PrefillJob:
                 self._answer(event)
             case Failed():
                 self._end(keep_pushing=False)
-                self._emit(error_row(event, self._work(event.sequence)))
+                self._emit(error_row(event, tell(event.sequence.tally, self._pushed)))
 
     def _answer(self, chunk: Chunk) -> None:
         times = chunk.sequence.times
-        instants = {Instant.PREFILL_QUEUED: times.queued, Instant.PREFILL_STARTED: times.started, Instant.FIRST_TOKEN: times.first_token}
+        instants: dict[str, float] = {Instant.PREFILL_QUEUED: times.queued, Instant.PREFILL_STARTED: times.started, Instant.FIRST_TOKEN: times.first_token}
         if chunk.finish_reason != "handoff":
             instants[Instant.FINISHED] = times.finished
         self._end(keep_pushing=chunk.finish_reason == "handoff")
-        self._emit(
-            pb.Row(
-                request_id=self.key[0],
-                attempt=self.key[1],
-                tokens=chunk.tokens,
-                text=chunk.text,
-                finish_reason=chunk.finish_reason,
-                logprobs=[one.to_message() for one in chunk.logprobs],
-                prompt_logprobs=[one.to_message() for one in chunk.prompt_logprobs],
-                instants=[pb.Instant(name=name, at=at) for name, at in instants.items()],
-                work=self._work(chunk.sequence),
-            )
-        )
+        row = chunk_row(chunk, instants)
+        row.work.CopyFrom(tell(chunk.sequence.tally, self._pushed))
+        self._emit(row)
 
     def _end(self, keep_pushing: bool) -> None:
         self._over = True
         self._abandoned = self._abandoned or not keep_pushing
         self._exports.put_nowait(None)
 
-    def _work(self, sequence: Sequence) -> pb.Work:
-        tally = sequence.tally
-        self._pushed.computed_tokens = tally.computed_tokens
-        self._pushed.computed_prompt_tokens = tally.computed_prompt_tokens
-        self._pushed.reused_device_tokens = tally.reused_device_tokens
-        self._pushed.reused_store_tokens = tally.reused_store_tokens
-        self._pushed.preemptions = tally.preemptions
-        return self._pushed
-
     async def _load(self, items: list[LoadItem]) -> None:
         """Prefix blocks that this node's store has, or can pull from another node's."""
         good = 0
         try:
-            session = await self._service.local_store()
-            if session is not None:
-                blocks = [PoolBlock(item.hash, item.block, item.num_tokens) for item in items]
-                until = min(self._request.deadline, time.time() + PREFIX_WAIT_S)
-                report = await self._service.mover.fetch(session, self._hold, blocks, wait_until=until, expect=False, deadline=self._request.deadline)
-                good = report.num_blocks
-                self._pushed.pulled_blocks += report.num_blocks
-                self._pushed.pulled_bytes += report.bytes
-                self._pushed.pulled_s += report.seconds
-        except HeadraceError as error:
-            log.warning("prefix load failed: %s", error.code)
+            blocks = [PoolBlock(item.hash, item.block, item.num_tokens) for item in items]
+            until, deadline = time.time() + PREFIX_WAIT_S, self._request.deadline
+            good = await self._service.loader.load(self._hold, blocks, self._pushed, wait_until=until, deadline=deadline)
         finally:
             self._service.engine.loaded(self.key, good)
 
@@ -207,17 +179,3 @@ class PrefillJob:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def error_row(failed: Failed, work: pb.Work) -> pb.Row:
-    """The last row of a request that failed here."""
-    error, (request_id, attempt) = failed.error, failed.sequence.key
-    return pb.Row(
-        request_id=request_id,
-        attempt=attempt,
-        finish_reason="error",
-        error_code=error.code,
-        error_message=error.message,
-        error_stage=error.stage or "",
-        work=work,
-    )

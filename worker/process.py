@@ -24,6 +24,7 @@ from engine.engine import Engine, Event
 from engine.model_config import ModelConfig
 from engine.runner import Runner, open_runner
 from engine.tokenizer import Tokenizer
+from kvstore.loader import NodeLoader
 from kvstore.mover import BlockMover
 from kvstore.session import StoreAddress, StoreSession, StoreSessions
 from prefill_worker.service import PrefillService
@@ -106,10 +107,11 @@ class WorkerProcess:
         self._registry = Registry(self._redis, config.cluster)
         self._sessions = StoreSessions(token=config.token, endpoint=self._endpoint, generation=self._generation, layout=self._layout)
         self._local = LocalStore(self._registry, self._sessions, config.node)
+        loader = NodeLoader(self._mover, self._local.session)
         block_tokens = config.engine.block_tokens
         services: dict[str, PhaseService] = {
-            "prefill": PrefillService(self._engine, self._mover, self._sessions, self._local.session, block_tokens),
-            "decode": DecodeService(self._engine, self._mover, self._local.session, block_tokens, HANDOFF_WAIT_S),
+            "prefill": PrefillService(self._engine, loader, self._sessions, block_tokens),
+            "decode": DecodeService(self._engine, loader, block_tokens, HANDOFF_WAIT_S),
         }
         hello = pb.WorkerHello(version=VERSION, name=config.name, generation=self._generation, role=config.role, node=config.node, revision=config.revision)
         self._plane = DataPlane(services, hello, self._worker_status, config.token)

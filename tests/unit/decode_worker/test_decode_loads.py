@@ -9,6 +9,7 @@ from engine.engine import Load
 from engine.scheduler import LoadItem
 from engine.sequence import Sequence
 from kvstore.hashing import hold_name
+from kvstore.loader import NodeLoader
 from kvstore.mover import FetchReport
 from protocol import headrace_pb2 as pb
 from protocol.request import GenerationRequest, Sampling
@@ -38,7 +39,7 @@ async def test_a_preempted_hand_off_waits_for_nothing() -> None:
 
     request = GenerationRequest("r", tuple(range(8)), Sampling(max_tokens=9), time.time() + 60, attempt=2, output_tokens=(1,))
     message = pb.Decode(request=request.to_message(), handoff_tokens=8, handoff_attempt=1)
-    job = DecodeService(engine, mover, local_store, BLOCK, 5.0).start(message, lambda row: None)  # type: ignore[arg-type]
+    job = DecodeService(engine, NodeLoader(mover, local_store), BLOCK, 5.0).start(message, lambda row: None)  # type: ignore[arg-type]
     sequence = Sequence(job.submission, BLOCK, b"salt", None, 0)  # type: ignore[arg-type]
     items = [LoadItem(index, block_hash, BLOCK) for index, block_hash in enumerate(sequence.hashes)]
     for preemptions in (0, 1):

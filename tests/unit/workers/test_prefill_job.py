@@ -7,6 +7,7 @@ from typing import Any
 from engine.engine import Admitted, Chunk, Exported, Failed
 from engine.scheduler import LoadItem
 from engine.sequence import Sequence
+from kvstore.loader import NodeLoader
 from prefill_worker.service import PrefillJob, PrefillService
 from protocol import headrace_pb2 as pb
 from protocol.errors import Cancelled, StoreLost
@@ -43,7 +44,7 @@ async def no_store() -> None:
 def begin() -> tuple[Engine, list[pb.Row], PrefillJob, Sequence]:
     engine, rows = Engine(), []
     stores: Any = NoStore()
-    service = PrefillService(engine, Mover(), stores, no_store, 32)  # type: ignore[arg-type]
+    service = PrefillService(engine, NodeLoader(Mover(), no_store), stores, 32)  # type: ignore[arg-type]
     request = GenerationRequest("r", tuple(range(40)), Sampling(max_tokens=4), time.time() + 30, attempt=1)
     job = service.start(pb.Prefill(request=request.to_message()), rows.append)
     return engine, rows, job, Sequence(job.submission, 32, b"salt", None, 0)  # type: ignore[arg-type]
