@@ -10,6 +10,8 @@ BENCHES = {
     "store": ("bench.store", "Blocks per second through a node store."),
     "attention": ("bench.attention", "The native attention kernel against torch."),
     "scheduling": ("bench.engine_scheduling", "What scheduling gives and what it costs."),
+    "interference": ("bench.interference", "How much arriving prompts slow running answers, colocated and disaggregated."),
+    "vllm": ("bench.vllm", "Side by side with vLLM on this machine."),
     "idle": ("bench.idle", "What an idle cluster costs."),
 }
 

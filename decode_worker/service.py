@@ -7,7 +7,6 @@ Knows nothing of the prefill phase, HTTP or Ray. Invariants:
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 
@@ -22,7 +21,6 @@ from protocol import headrace_pb2 as pb
 from protocol.instants import Instant
 from protocol.request import GenerationRequest
 
-log = logging.getLogger(__name__)
 PREFIX_WAIT_S = 1.0  # for prefix blocks on their way to this node's store, when nothing was handed off
 Emit = Callable[[pb.Row], None]
 

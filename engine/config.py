@@ -8,7 +8,8 @@ import msgspec
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`max_num_batched_tokens`: tokens of one step, over all sequences; `chunk_tokens`: of one sequence in one step.
     `attention`, `runner` and `admission` are rows of engine.attention.ATTENTION, engine.runner.RUNNERS and engine.admission.ADMISSION. `age_cap_s`: so
-    long may others of the same class and tenant be preferred to a waiting sequence. `mixed_chunk`: decodes and chunks of prompts share a step.
+    long may others of the same class and tenant be preferred to a waiting sequence. `mixed_chunk`: decodes and chunks of prompts share a step,
+    with at most `mixed_chunk_tokens` prompt tokens in it (0: what the budget leaves), which bounds how much a prompt slows the decodes beside it.
     `reserved_output`: share of an answer's expected length for which memory is kept at admission; 1 makes preemption rare, 0 fills the batch and computes
     again. `num_continuous_decode_steps`: decode steps of one scheduling round while nobody waits. `threads`: of one step's kernels."""
 
@@ -22,6 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     age_cap_s: float = 10.0
     reserved_output: float = 1.0
     mixed_chunk: bool = True
+    mixed_chunk_tokens: int = 0
     num_continuous_decode_steps: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_context_tokens: int = 4096
     threads: int = 1

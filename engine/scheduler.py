@@ -290,10 +290,17 @@ class Scheduler:
                 del self._in_flight[block_hash]
 
     def _fill_budget(self, plan: Plan) -> None:
-        """Decodes first, so that a long prompt delays them by at most its chunk; then prompts in order of arrival."""
+        """Decodes first, so that a long prompt delays them by at most what may run beside them; then prompts in order of arrival."""
         budget = self._config.max_num_batched_tokens
-        for sequence in self._by_urgency():
-            num_tokens = min(sequence.num_remaining, self._config.chunk_tokens, budget)
+        sequences = self._by_urgency()
+        is_mixed = any(sequence.num_remaining == 1 for sequence in sequences)
+        prompts = self._config.mixed_chunk_tokens if is_mixed and self._config.mixed_chunk_tokens else budget
+        for sequence in sequences:
+            if sequence.num_remaining == 1:
+                num_tokens = min(1, budget)
+            else:
+                num_tokens = min(sequence.num_remaining, self._config.chunk_tokens, prompts, budget)
+                prompts -= num_tokens
             if num_tokens <= 0:
                 return
             self._schedule(sequence, num_tokens, plan)

@@ -62,6 +62,16 @@ def test_decodes_go_before_chunks_and_the_budget_holds() -> None:
     assert [(seq.key[0], n) for seq, n in plan.scheduled] == [("short", 1), ("long", 8)]
 
 
+def test_prompts_beside_decodes_are_cut_smaller_than_alone() -> None:
+    pool = BlockPool(32)
+    it = Scheduler(EngineConfig(block_tokens=BLOCK, max_num_batched_tokens=32, chunk_tokens=16, mixed_chunk_tokens=6, max_num_seqs=8), pool)
+    it.add(sequence("short", [1, 2, 3], arrival=0))
+    it.add(sequence("long", list(range(40)), arrival=1))
+    finish_step(it, it.schedule(time.time()))
+    it.add(sequence("other", list(range(50, 90)), arrival=2))
+    assert [(seq.key[0], n) for seq, n in it.schedule(time.time()).scheduled] == [("short", 1), ("long", 6)]
+
+
 def test_priority_before_arrival() -> None:
     it, _ = scheduler(budget=4)
     it.add(sequence("later", [1, 2, 3, 4], arrival=0, priority=1))
