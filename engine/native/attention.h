@@ -62,30 +62,22 @@ struct Walk {
     }
 };
 
-// Asks for the cache lines of the tile after the one computed, into the L2 cache: the L1 has too few lines to wait in. A whole run at once.
-// Inlined by force: GCC takes a function that only prefetches for one without effect, and drops the call.
+// The tile after the one computed, whose lines are asked for meanwhile, some at a time: all at once they would hold up the loads behind them.
+// At the very end it is the last tile again.
 template <class T> class Ahead {
   public:
     Ahead(const AttentionArgs& args, const AttentionUnit* first, const AttentionUnit* last) : a_(args), walk_(args, first, last) {}
 
-    void advance() {
+    Tile<T> next() {
+        AttentionUnit unit = *walk_.unit;
+        int64_t start = walk_.start;
         walk_.next();
-        if (!walk_.ended()) tile_ = tile_at<T>(a_, *walk_.unit, walk_.start);
-    }
-    __attribute__((always_inline)) void ask_for(int run) const {
-        if (walk_.ended() || tile_.valid(run) == 0) return;
-        lines(tile_.keys[run]);
-        lines(tile_.values[run]);
+        return walk_.ended() ? tile_at<T>(a_, unit, start) : tile_at<T>(a_, *walk_.unit, walk_.start);
     }
 
   private:
-    __attribute__((always_inline)) void lines(const T* run) const {
-        for (int64_t at = 0; at < RUN_TOKENS * a_.pool.head_dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch((const char*)run + at, 0, 2);
-    }
-
     const AttentionArgs& a_;
     Walk walk_;
-    Tile<T> tile_;
 };
 
 #include "attention_direct.h"
@@ -125,25 +117,23 @@ template <class T, class Lanes> void prepare(const AttentionArgs& a, const Atten
     }
 }
 
-template <class T, class Lanes> void packed_tile(const Tile<T>& tile, Ahead<T>& ahead, const Rows& rows, int64_t dim, float scale, Scratch& s) {
+template <class T, class Lanes> void packed_tile(const Tile<T>& tile, const Tile<T>& next, const Rows& rows, int64_t dim, float scale, Scratch& s) {
+    s.ahead.begin(next.keys, next.values, RUN_TOKENS * dim * int64_t(sizeof(T)), rows.last - rows.first);
     for (int run = 0; run < TILE_RUNS; ++run)
         if (tile.valid(run) > 0) pack_keys(Lanes(), tile.keys[run], dim, run, s);
     score_from<Lanes, Simd::SCORE_ROWS>(rows.first, rows.last, rows.q, dim / Lanes::ITEMS, rows.seen, scale, s.range, s);
-    for (int run = 0; run < TILE_RUNS; ++run) {
-        ahead.ask_for(run);
+    for (int run = 0; run < TILE_RUNS; ++run)
         if (tile.valid(run) > 0) pack_values(Lanes(), tile.values[run], dim, run, tile.valid(run), s);
-    }
-    int steps = (tile.tokens + Lanes::ITEMS - 1) / Lanes::ITEMS;
-    values_from<Lanes, Simd::VALUE_ROWS>(rows.first, rows.last, padded_dim(dim), steps, s.range, s);
+    values_from<Lanes, Simd::VALUE_ROWS>(rows.first, rows.last, padded_dim(dim), tile.tokens, rows.seen, s.range, s);
 }
 
 // Whether rows go straight from the pool: the registers hold K and V as they are.
 template <class T, class Lanes> constexpr bool CAN_BE_DIRECT = W == 16 && sizeof(T) * Lanes::ITEMS == 4;
 
-template <class T, class Lanes> void attend_tile(const Tile<T>& tile, Ahead<T>& ahead, const Rows& rows, int64_t dim, float scale, bool direct, Scratch& s) {
+template <class T, class Lanes> void attend_tile(const Tile<T>& tile, const Tile<T>& next, const Rows& rows, int64_t dim, float scale, bool direct, Scratch& s) {
     if constexpr (CAN_BE_DIRECT<T, Lanes>)
-        if (direct) return direct_tile<T, Lanes, DIRECT_ROWS>(tile, ahead, rows.first, rows.last, rows.q, rows.seen, dim, scale, s);
-    packed_tile<T, Lanes>(tile, ahead, rows, dim, scale, s);
+        if (direct) return direct_tile<T, Lanes, DIRECT_ROWS>(tile, next, rows.first, rows.last, rows.q, rows.seen, dim, scale, s);
+    packed_tile<T, Lanes>(tile, next, rows, dim, scale, s);
 }
 
 // total = total and part, two sets of tokens.
@@ -182,9 +172,8 @@ void attend_range(const AttentionArgs& a, Walk& walk, Ahead<T>& ahead, Rows& row
     bool direct = CAN_BE_DIRECT<T, Lanes> && rows.count <= DIRECT_ROWS && dim % 32 == 0;
     s.range.clear(rows.count, dim);
     for (; walk.unit == unit && walk.start / RANGE_TOKENS == range; walk.next()) {
-        ahead.advance();
         rows.look(a, *unit, walk.start);
-        attend_tile<T, Lanes>(tile_at<T>(a, *unit, walk.start), ahead, rows, dim, a.scale * LOG2E, direct, s);
+        attend_tile<T, Lanes>(tile_at<T>(a, *unit, walk.start), ahead.next(), rows, dim, a.scale * LOG2E, direct, s);
     }
 #if defined(__AVX512F__)
     if constexpr (CAN_BE_DIRECT<T, Lanes>)

@@ -3,9 +3,9 @@
 
 constexpr int DIRECT_ROWS = 8;
 
-// Rows [first, last), at most R of them.
+// Rows [first, last), at most R of them. While a line is used, the one at its place in `next` is asked for (see Ahead).
 template <class T, class Lanes, int R>
-void direct_tile(const Tile<T>& tile, Ahead<T>& ahead, int first, int last, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, Scratch& s);
+void direct_tile(const Tile<T>& tile, const Tile<T>& next, int first, int last, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, Scratch& s);
 
 #if defined(__AVX512F__)
 
@@ -38,28 +38,31 @@ inline void straighten(PairLanes, float* acc) {
 #endif
 
 // Scores of R rows against 16 tokens.
-template <class Lanes, int R> inline void direct_scores(const uint32_t* keys, int64_t steps, const uint32_t* const* q, F (*p)[TILE_VECTORS], int vector) {
+template <class Lanes, int R> inline void direct_scores(const uint32_t* keys, const uint32_t* next, int64_t steps, const uint32_t* const* q, F (*p)[TILE_VECTORS], int vector) {
     F acc[R];
     for (int r = 0; r < R; ++r) acc[r] = Simd::zero();
     for (int64_t step = 0; step < steps; step += 16) {
         __m512i lanes[16];
         transpose_16x16(keys + step, steps, lanes);
-        for (int i = 0; i < 16; ++i)
+        for (int i = 0; i < 16; ++i) {
+            ask_for(next + i * steps + step);
             for (int r = 0; r < R; ++r) acc[r] = dot_lanes(Lanes(), acc[r], q[r][step + i], lanes[i]);
+        }
     }
     for (int r = 0; r < R; ++r) p[r][vector] = acc[r];
 }
 
 // 32 G dims from d on, over all tokens of the tile.
-template <class T, class Lanes, int R, int G> inline void direct_values(const Tile<T>& tile, int row, int64_t d, int64_t dim, State& state, Scratch& s) {
+template <class T, class Lanes, int R, int G> inline void direct_values(const Tile<T>& tile, const Tile<T>& next, int row, int64_t d, int64_t dim, State& state, Scratch& s) {
     F acc[R][2 * G];
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < 2 * G; ++i) acc[r][i] = Simd::mul(Simd::load(state.acc + (row + r) * dim + d + i * 16), Simd::set1(s.corrections[row + r]));
     const uint32_t* p = s.probabilities + row * TILE_TOKENS;
     for (int run = 0; run < TILE_RUNS; ++run) {
-        const T* in = tile.values[run] + d;
-        for (int token = 0; token < tile.valid(run); token += Lanes::ITEMS, in += Lanes::ITEMS * dim, ++p) {
+        const T *in = tile.values[run] + d, *ahead = next.values[run] + d;
+        for (int token = 0; token < tile.valid(run); token += Lanes::ITEMS, in += Lanes::ITEMS * dim, ahead += Lanes::ITEMS * dim, ++p) {
             __m512i lanes[2 * G];
+            for (int line = 0; line < 2 * G; ++line) ask_for(ahead + line / G * (sizeof(T) == 2 ? dim : 16) + line % G * 32);
             for (int g = 0; g < G; ++g) value_lanes(Lanes(), in + 32 * g, dim, token + 1 < tile.valid(run), lanes + 2 * g);
             for (int r = 0; r < R; ++r)
                 for (int i = 0; i < 2 * G; ++i) acc[r][i] = dot_lanes(Lanes(), acc[r][i], p[r * TILE_TOKENS], lanes[i]);
@@ -70,27 +73,26 @@ template <class T, class Lanes, int R, int G> inline void direct_values(const Ti
 }
 
 template <class T, class Lanes, int R>
-void direct_rows(const Tile<T>& tile, Ahead<T>& ahead, int row, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, State& state, Scratch& s) {
+void direct_rows(const Tile<T>& tile, const Tile<T>& next, int row, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, State& state, Scratch& s) {
     F p[R][TILE_VECTORS];
     for (int run = 0; run < TILE_RUNS; ++run) {
-        ahead.ask_for(run);
         for (int i = 0; i < RUN_TOKENS / 16; ++i) {
             int vector = run * RUN_TOKENS / 16 + i;
-            if (tile.valid(run) > 0) direct_scores<Lanes, R>((const uint32_t*)(tile.keys[run] + i * 16 * dim), dim / Lanes::ITEMS, q + row, p, vector);
+            if (tile.valid(run) > 0) direct_scores<Lanes, R>((const uint32_t*)(tile.keys[run] + i * 16 * dim), (const uint32_t*)(next.keys[run] + i * 16 * dim), dim / Lanes::ITEMS, q + row, p, vector);
             else for (int r = 0; r < R; ++r) p[r][vector] = Simd::zero();
         }
     }
     for (int r = 0; r < R; ++r) update_row<Lanes>(p[r], seen[row + r], scale, row + r, state, s);
     constexpr int G = R <= 4 ? 2 : 1;
     int64_t d = 0;
-    for (; d + 32 * G <= dim; d += 32 * G) direct_values<T, Lanes, R, G>(tile, row, d, dim, state, s);
-    for (; d < dim; d += 32) direct_values<T, Lanes, R, 1>(tile, row, d, dim, state, s);
+    for (; d + 32 * G <= dim; d += 32 * G) direct_values<T, Lanes, R, G>(tile, next, row, d, dim, state, s);
+    for (; d < dim; d += 32) direct_values<T, Lanes, R, 1>(tile, next, row, d, dim, state, s);
 }
 
 template <class T, class Lanes, int R>
-void direct_tile(const Tile<T>& tile, Ahead<T>& ahead, int first, int last, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, Scratch& s) {
-    if (last - first == R) return direct_rows<T, Lanes, R>(tile, ahead, first, q, seen, dim, scale, s.range, s);
-    if constexpr (R > 1) direct_tile<T, Lanes, R - 1>(tile, ahead, first, last, q, seen, dim, scale, s);
+void direct_tile(const Tile<T>& tile, const Tile<T>& next, int first, int last, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, Scratch& s) {
+    if (last - first == R) return direct_rows<T, Lanes, R>(tile, next, first, q, seen, dim, scale, s.range, s);
+    if constexpr (R > 1) direct_tile<T, Lanes, R - 1>(tile, next, first, last, q, seen, dim, scale, s);
 }
 
 #endif

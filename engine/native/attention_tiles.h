@@ -33,6 +33,28 @@ struct State {
     }
 };
 
+// Into the L2 cache: the L1 has too few lines to wait in. (Inlined by force: GCC drops calls of a function that only prefetches.)
+__attribute__((always_inline)) inline void ask_for(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// The lines of the next tile, a share of them with each row.
+struct Lines {
+    const char* runs[2 * TILE_RUNS];
+    int64_t run_bytes, at;
+    int run, share;
+
+    template <class T> void begin(const T* const* keys, const T* const* values, int64_t bytes, int rows) {
+        for (int i = 0; i < TILE_RUNS; ++i) runs[i] = (const char*)keys[i], runs[TILE_RUNS + i] = (const char*)values[i];
+        run_bytes = bytes, at = 0, run = 0, share = int(2 * TILE_RUNS * bytes / 64 / rows) + 1;
+    }
+    __attribute__((always_inline)) void ask() {
+        for (int n = share; n > 0 && run < 2 * TILE_RUNS; --n) {
+            ask_for(runs[run] + at);
+            at += 64;
+            if (at >= run_bytes) at = 0, ++run;
+        }
+    }
+};
+
 // Where a unit keeps its state; all of it in one aligned piece of memory.
 struct Scratch {
     uint32_t* keys;           // [steps of D][TILE_TOKENS]
@@ -41,6 +63,7 @@ struct Scratch {
     uint32_t* probabilities;  // [rows][TILE_TOKENS]
     float* corrections;       // [rows]
     State range, total;
+    Lines ahead;
 
     static size_t bytes(int64_t rows, int64_t dim) {
         return size_t(4) * (2 * TILE_TOKENS * padded_dim(dim) + rows * (padded_dim(dim) + TILE_TOKENS) + (rows + 15) / 16 * 16) + 2 * State::bytes(rows, dim);
@@ -54,8 +77,8 @@ struct Scratch {
 // ---- packing -------------------------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
-// out[j][i] = in[i][j] for 16 x 16 items of 32 bits.
-inline void transpose_16x16(const uint32_t* in, int64_t in_stride, __m512i* out) {
+// out[j][i] = in[i][j] for 16 x 16 items of 32 bits. Not inlined: among the products it would spill registers, at half the speed.
+__attribute__((noinline)) inline void transpose_16x16(const uint32_t* in, int64_t in_stride, __m512i* out) {
     __m512i r[16], t[16];
     for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + i * in_stride);
     for (int i = 0; i < 8; ++i) {
@@ -214,7 +237,10 @@ void score_rows(const uint32_t* const* q, int64_t steps, const Seen* seen, float
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < V; ++i) p[r][column + i] = acc[r][i];
     }
-    for (int r = 0; r < R; ++r) update_row<Lanes>(p[r], seen[r], scale, row + r, state, s);
+    for (int r = 0; r < R; ++r) {
+        s.ahead.ask();
+        update_row<Lanes>(p[r], seen[r], scale, row + r, state, s);
+    }
 }
 
 template <class Lanes, int R, int V> void value_tile(int row, int64_t d, int64_t width, int steps, State& state, Scratch& s) {
@@ -231,8 +257,10 @@ template <class Lanes, int R, int V> void value_tile(int row, int64_t d, int64_t
         for (int i = 0; i < V; ++i) Simd::store(state.acc + (row + r) * width + d + i * W, acc[r][i]);
 }
 
-template <class Lanes, int R> void value_rows(int row, int64_t width, int steps, State& state, Scratch& s) {
+template <class Lanes, int R> void value_rows(int row, int64_t width, int tokens, const Seen* seen, State& state, Scratch& s) {
     constexpr int V = Simd::VALUE_VECTORS;
+    int most = seen[row + R - 1].end < tokens ? seen[row + R - 1].end : tokens;  // the last row sees most
+    int steps = (most + Lanes::ITEMS - 1) / Lanes::ITEMS;
     int64_t d = 0;
     for (; d + V * W <= width; d += V * W) value_tile<Lanes, R, V>(row, d, width, steps, state, s);
     for (; d < width; d += W) value_tile<Lanes, R, 1>(row, d, width, steps, state, s);
@@ -244,7 +272,7 @@ void score_from(int row, int rows, const uint32_t* const* q, int64_t steps, cons
     for (; row + R <= rows; row += R) score_rows<Lanes, R>(q + row, steps, seen + row, scale, row, state, s);
     if constexpr (R > 1) score_from<Lanes, R - 1>(row, rows, q, steps, seen, scale, state, s);
 }
-template <class Lanes, int R> void values_from(int row, int rows, int64_t width, int steps, State& state, Scratch& s) {
-    for (; row + R <= rows; row += R) value_rows<Lanes, R>(row, width, steps, state, s);
-    if constexpr (R > 1) values_from<Lanes, R - 1>(row, rows, width, steps, state, s);
+template <class Lanes, int R> void values_from(int row, int rows, int64_t width, int tokens, const Seen* seen, State& state, Scratch& s) {
+    for (; row + R <= rows; row += R) value_rows<Lanes, R>(row, width, tokens, seen, state, s);
+    if constexpr (R > 1) values_from<Lanes, R - 1>(row, rows, width, tokens, seen, state, s);
 }
