@@ -102,6 +102,25 @@ __attribute__((noinline)) inline void transpose_16x16(const uint32_t* in, int64_
         out[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
     }
 }
+#elif defined(__AVX2__)
+// out[j][i] = in[i][j] for 8 x 8 items of 32 bits.
+inline void transpose_8x8(const uint32_t* in, int64_t in_stride, uint32_t* out, int64_t out_stride) {
+    __m256 r[8], t[8], u[8];
+    for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps((const float*)(in + i * in_stride));
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int half = 0; half < 2; ++half) {
+            u[i + 2 * half] = _mm256_shuffle_ps(t[i + half], t[i + half + 2], 0x44);
+            u[i + 2 * half + 1] = _mm256_shuffle_ps(t[i + half], t[i + half + 2], 0xee);
+        }
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps((float*)(out + i * out_stride), _mm256_permute2f128_ps(u[i], u[i + 4], 0x20));
+        _mm256_storeu_ps((float*)(out + (i + 4) * out_stride), _mm256_permute2f128_ps(u[i], u[i + 4], 0x31));
+    }
+}
 #endif
 
 // keys[step][token] = in[token][step] of one run, in rows of `steps` items of 32 bits.
@@ -114,6 +133,9 @@ inline void transpose_keys(const uint32_t* in, int64_t steps, uint32_t* keys) {
             transpose_16x16(in + token * steps + step, steps, lanes);
             for (int i = 0; i < 16; ++i) _mm512_storeu_si512(keys + (step + i) * TILE_TOKENS + token, lanes[i]);
         }
+#elif defined(__AVX2__)
+    for (; step + 8 <= steps; step += 8)
+        for (int token = 0; token < RUN_TOKENS; token += 8) transpose_8x8(in + token * steps + step, steps, keys + step * TILE_TOKENS + token, TILE_TOKENS);
 #endif
     for (; step < steps; ++step)
         for (int token = 0; token < RUN_TOKENS; ++token) keys[step * TILE_TOKENS + token] = in[token * steps + step];
