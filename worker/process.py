@@ -58,8 +58,8 @@ class WorkerProcess:
 
     def start(self, timeout_s: float = 120.0) -> None:
         config = self._config
-        if config.log_path:
-            logging.basicConfig(filename=config.log_path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        if config.log_path:  # without effect where whoever started the process has set logging up, with the configured level
+            logging.basicConfig(filename=config.log_path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         model = ModelConfig.load(Path(config.model_path))
         layout = model.layout(config.engine.block_tokens, config.engine.dtype)
         num_blocks = config.engine.kv_cache_bytes // layout.block_bytes
