@@ -35,6 +35,8 @@ class FakeRunner:
             sequence = int(np.searchsorted(starts, row, side="right")) - 1
             length = int(lengths[sequence]) - (int(starts[sequence + 1]) - 1 - row)
             logits[index, self._next_token(tables[sequence], length)] = 1.0
+        if batch.hidden is not None:
+            batch.hidden.values = torch.nn.functional.one_hot(batch.tokens[batch.hidden.rows] % 8, 8).float()
         return logits
 
     def _next_token(self, table: npt.NDArray[np.int32], length: int) -> int:

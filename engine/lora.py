@@ -94,7 +94,7 @@ def _read_pairs(path: Path, model: ModelConfig) -> dict[str, dict[str, Tensor]]:
     pairs: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():
+            for key in file.keys():  # noqa: SIM118  no dictionary
                 match = _TENSOR.fullmatch(key)
                 if match is None or match[3] not in shapes or int(match[2]) >= model.num_layers:
                     raise InvalidRequest(f"{path}: {key} is not supported: adapters of {', '.join(shapes)} are", field="target_modules")
