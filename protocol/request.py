@@ -92,6 +92,9 @@ class Sampling:
         )
 
 
+ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"  # of the names that clients may give as their model
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`deadline` in unix seconds, absolute, the same everywhere the request goes. `output_tokens`: the answer so far.
