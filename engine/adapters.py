@@ -1,6 +1,7 @@
 """The adapters of one engine: those that new sequences may use, and those that only wait for their last sequence. Touched by the engine thread alone.
 
-Invariant: a sequence keeps the adapter that it began with, whatever is loaded or unloaded meanwhile; `done` of an unload is called once, after its end.
+Invariants: a sequence keeps the adapter that it began with, whatever is loaded or unloaded meanwhile; every `done` is called once, that of an unload
+when the last sequence has ended.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ class Adapters:
         self._max_loaded = max_loaded
         self._loaded = {adapter.name: adapter for adapter in adapters}
         self._retiring: list[tuple[Adapter, Done]] = []
+        self._answers: list[tuple[Done, HeadraceError | None]] = []
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
@@ -31,30 +33,36 @@ class Adapters:
         adapter = self._loaded.get(name)
         return adapter if adapter is not None and revision in ("", adapter.revision) else None
 
-    def load(self, adapter: Adapter) -> HeadraceError | None:
-        """What speaks against it; loading the same again is no error."""
+    def load(self, adapter: Adapter, done: Done) -> None:
+        """Loading the same again is no error."""
+        error = self._objection(adapter)
+        if error is None:
+            self._loaded[adapter.name] = adapter
+        self._answers.append((done, error))
+
+    def _objection(self, adapter: Adapter) -> HeadraceError | None:
         present = self._loaded.get(adapter.name)
         if present is not None and present.revision != adapter.revision:
             return InvalidRequest(f"adapter {adapter.name!r} is loaded with other weights; unload it first", field="lora_name")
         if present is None and len(self._loaded) + len(self._retiring) >= self._max_loaded:
             return Overloaded(f"{self._max_loaded} adapters are loaded, as many as lora.max_loaded allows", field="lora_name")
-        self._loaded[adapter.name] = adapter
         return None
 
     def unload(self, name: str, done: Done) -> None:
         """No new sequence gets the adapter from now on; `done` when the last one has ended."""
         adapter = self._loaded.pop(name, None)
         if adapter is None:
-            done(UnknownModel(f"adapter {name!r} is not loaded", field="lora_name"))
+            self._answers.append((done, UnknownModel(f"adapter {name!r} is not loaded", field="lora_name")))
         else:
             self._retiring.append((adapter, done))
 
     def settle(self, is_used: Callable[[Adapter], bool]) -> None:
-        """Let go of the unloaded adapters that no sequence uses any more."""
+        """Let go of the unloaded adapters that no sequence uses any more, and answer all that is due. Called when the engine's status is out."""
         ended = [one for one in self._retiring if not is_used(one[0])]
         self._retiring = [one for one in self._retiring if one not in ended]
-        for _, done in ended:
-            done(None)
+        answers, self._answers = self._answers + [(done, None) for _, done in ended], []
+        for done, error in answers:
+            done(error)
 
 
 class Adapted(Protocol):

@@ -161,7 +161,7 @@ class Engine:
 
     def load_adapter(self, adapter: Adapter, done: Done) -> None:
         """`done` is called on the engine thread, with what speaks against it."""
-        self._command(lambda: done(self._load_adapter(adapter)))
+        self._command(lambda: self._adapters.load(adapter, done))
 
     def unload_adapter(self, name: str, done: Done) -> None:
         """`done` is called on the engine thread, when no sequence uses the adapter any more."""
@@ -344,11 +344,6 @@ class Engine:
         else:
             self._scheduler.add(sequence)
 
-    def _load_adapter(self, adapter: Adapter) -> HeadraceError | None:
-        error = self._adapters.load(adapter)
-        self._counters["adapter_loads_failed" if error is not None else "adapter_loads"] += 1
-        return error
-
     def _abort(self, key: SequenceKey) -> None:
         sequence = self._scheduler.get(key)
         if sequence is not None:
@@ -368,7 +363,6 @@ class Engine:
 
     def _flush(self) -> None:
         """Publish the status, then the events."""
-        self._adapters.settle(self._scheduler.uses)
         counts = self._pool.counts()
         self._counters["evictions"] = self._pool.evictions
         self._counters["preemptions"] = self._scheduler.preemptions
@@ -383,6 +377,7 @@ class Engine:
             adapters=self._adapters.loaded,
             counters=dict(self._counters),
         )
+        self._adapters.settle(self._scheduler.uses)
         if self._events:
             events, self._events = self._events, []
             self._deliver(events)

@@ -170,7 +170,8 @@ class WorkerProcess:
             blocks_free=status.blocks_free,
             blocks_cached=status.blocks_cached,
             draining=self._draining,
-            adapters=[pb.Adapter(name=adapter.name, revision=adapter.revision, path=adapter.path) for adapter in status.adapters]            counters=status.counters | self._mover.counters() | {"jobs": self._plane.num_jobs, "store_connected": float(self._local.connected)},
+            adapters=[pb.Adapter(name=adapter.name, revision=adapter.revision, path=adapter.path) for adapter in status.adapters],
+            counters=status.counters | self._mover.counters() | {"jobs": self._plane.num_jobs, "store_connected": float(self._local.connected)},
         )
 
     async def _close(self) -> None:
