@@ -209,7 +209,9 @@ def _check_engine(path: str, engine: EngineConfig) -> None:
 
 
 def _check_lora(path: str, lora: LoraConfig) -> None:
-    for name in lora.adapters:
+    for name, folder in lora.adapters.items():
+        if not folder.startswith("/"):
+            raise ConfigError(f"{path}.adapters.{name}: {folder!r} is not absolute; it is the workers' own", field=f"{path}.adapters.{name}")
         if not re.fullmatch(ADAPTER_NAME, name):
             raise ConfigError(f"{path}.adapters: {name!r} is not a name of letters, digits and ._:/-, at most 128", field=f"{path}.adapters")
     if lora.max_rank <= 0:

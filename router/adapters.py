@@ -63,8 +63,8 @@ class AdapterControl:
         """On every worker, or on none. Raises InvalidRequest, Unavailable, DeadlineExceeded, WorkerLost, Overloaded."""
         if not re.fullmatch(ADAPTER_NAME, name) or name == self._model_name:
             raise InvalidRequest(f"lora_name: {name!r} is taken or no name of letters, digits and ._:/-, at most 128", field="lora_name")
-        if not path:
-            raise InvalidRequest("lora_path: empty", field="lora_path")
+        if not path.startswith("/"):
+            raise InvalidRequest("lora_path: must be absolute, and is the workers' own", field="lora_path")
         async with self._exclusive(deadline):
             lacking = [link for link in self._links() if not has(link, name)]
             if not lacking:
