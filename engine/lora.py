@@ -42,13 +42,17 @@ class Delta:
     up: Linear
     rank: int
 
-    def add(self, out: Tensor, x: Tensor, rows: Tensor, threads: int) -> None:
+    def add(self, out: Tensor, x: Tensor, rows: Tensor | slice, threads: int) -> None:
         """out[rows] += x[rows] A^T B^T; the other rows are not touched. The sum is rounded once, and depends on a row alone."""
-        inner = x.new_empty(len(rows), self.rank)
-        delta = torch.empty(len(rows), self.up.outputs)
-        headrace_native.linear(inner, x.index_select(0, rows), self.down.packed, None, threads)
+        some = x[rows]
+        inner = x.new_empty(len(some), self.rank)
+        delta = torch.empty(len(some), self.up.outputs)
+        headrace_native.linear(inner, some, self.down.packed, None, threads)
         headrace_native.linear(delta, inner, self.up.packed, None, threads)
-        out.index_copy_(0, rows, (out.index_select(0, rows) + delta).to(out.dtype))
+        if isinstance(rows, slice):
+            out[rows].copy_(delta.add_(out[rows]))
+        else:
+            out.index_copy_(0, rows, delta.add_(out.index_select(0, rows)).to(out.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.attention import Attention, Step
 from engine.batch import AdapterRows, Batch
+from engine.lora import Adapter
 from engine.model_config import ModelConfig
 from engine.rotary import Rotary
 from engine.weights import LayerWeights, Linear, Weights, load_weights
@@ -30,12 +31,13 @@ class Rows:
     gate_up: Array  # [T, 2 intermediate]
     product: Array  # [T, intermediate]
     tensors: tuple[Tensor, Tensor, Tensor]  # hidden, gate_up, product: for adapters
-    adapters: Sequence[AdapterRows]
+    adapters: Sequence[tuple[Adapter, Tensor | slice]]  # with the rows of each
 
     @staticmethod
     def of(residual: Tensor, hidden: Tensor, config: ModelConfig, adapters: Sequence[AdapterRows]) -> "Rows":
+        places = [(some.adapter, some.place) for some in adapters if len(some.rows)]
         gate_up, product = (residual.new_empty(len(residual), width * config.intermediate_size) for width in (2, 1))
-        return Rows(Array(residual), Array(hidden), Array(gate_up), Array(product), (hidden, gate_up, product), adapters)
+        return Rows(Array(residual), Array(hidden), Array(gate_up), Array(product), (hidden, gate_up, product), places)
 
 
 class LlamaModel:
@@ -96,10 +98,10 @@ class LlamaModel:
 
     def _adapt(self, rows: Rows, index: int, product: str, out: Tensor, x: Tensor) -> None:
         """Add to `out` what the adapters say, each on its own rows."""
-        for some in rows.adapters:
-            delta = some.adapter.layers[index].get(product)
-            if delta is not None and len(some.rows):
-                delta.add(out, x, some.rows, self._threads)
+        for adapter, place in rows.adapters:
+            delta = adapter.layers[index].get(product)
+            if delta is not None:
+                delta.add(out, x, place, self._threads)
 
     def _add_norm(self, rows: Rows, weight: Array) -> None:
         headrace_native.add_rms_norm(rows.hidden, rows.residual, rows.hidden, weight, self._config.rms_norm_eps, self._threads)
