@@ -61,14 +61,15 @@ class LlamaModel:
         hidden = torch.empty_like(residual)
         rows = Rows.of(residual, hidden, config, batch.adapters)
         step = self._step(batch, pool, residual)
-        qkv, attended, attend = Array(step.qkv), Array(step.out.flatten(1)), attention.begin(step)
+        out = step.out.flatten(1)
+        qkv, attended, attend = Array(step.qkv), Array(out), attention.begin(step)
         headrace_native.rms_norm(rows.hidden, rows.residual, layers[0].input_norm, config.rms_norm_eps, self._threads)
         for index, layer in enumerate(layers):
             self._linear(qkv, rows.hidden, layer.qkv)
             self._adapt(rows, index, "qkv", step.qkv, hidden)
             attend(index)
             self._linear(rows.hidden, attended, layer.output)
-            self._adapt(rows, index, "output", hidden, step.out.flatten(1))
+            self._adapt(rows, index, "output", hidden, out)
             if index + 1 == len(layers):  # from here on only the rows that somebody wants
                 residual, hidden = residual[wanted], hidden[wanted]
                 rows = Rows.of(residual, hidden, config, [some.among(wanted) for some in batch.adapters])
