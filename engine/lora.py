@@ -72,8 +72,8 @@ def load_adapter(name: str, folder: Path, model: ModelConfig, dtype: torch.dtype
     if not weights.exists():
         pickled = (folder / "adapter_model.bin").exists()
         raise InvalidRequest(f"{folder}: " + ("adapter_model.bin is a pickle: convert it to safetensors" if pickled else f"{weights.name} is missing"))
-    pairs = _read_pairs(weights, model)
-    scales = {module: _scale(raw, module, pair["A"].shape[0], max_rank) for module, pair in pairs.items()}
+    pairs = _read_pairs(weights, model, max_rank)
+    scales = {module: _scale(raw, module, pair["A"].shape[0]) for module, pair in pairs.items()}
     layers = tuple(_layer(f"model.layers.{index}", pairs, scales, model, dtype) for index in range(model.num_layers))
     return Adapter(name, _fingerprint(raw, weights), str(folder), layers)
 
@@ -92,8 +92,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _read_pairs(path: Path, model: ModelConfig) -> dict[str, dict[str, Tensor]]:
-    """Module name -> {"A": [r, inputs], "B": [outputs, r]}, fp32 and finite."""
+def _read_pairs(path: Path, model: ModelConfig, max_rank: int) -> dict[str, dict[str, Tensor]]:
+    """Module name -> {"A": [r, inputs], "B": [outputs, r]}, fp32 and finite. What is too large is not read."""
     shapes = module_shapes(model)
     pairs: dict[str, dict[str, Tensor]] = {}
     try:
@@ -102,6 +102,11 @@ def _read_pairs(path: Path, model: ModelConfig) -> dict[str, dict[str, Tensor]]:
                 match = _TENSOR.fullmatch(key)
                 if match is None or match[3] not in shapes or int(match[2]) >= model.num_layers:
                     raise InvalidRequest(f"{path}: {key} is not supported: adapters of {', '.join(shapes)} are", field="target_modules")
+                kind, shape = file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()
+                if kind not in ("F32", "F16", "BF16"):
+                    raise InvalidRequest(f"{path}: {key} is of type {kind}: F32, F16 and BF16 are supported")
+                if len(shape) == 2 and shape[match[4] == "B"] > max_rank:
+                    raise InvalidRequest(f"{path}: {key} has rank {shape[match[4] == 'B']}, above lora.max_rank = {max_rank}", field="r")
                 pairs.setdefault(match[1], {})[match[4]] = file.get_tensor(key).float()
     except (SafetensorError, OSError) as error:
         raise InvalidRequest(f"{path}: not a safetensors file: {error}") from None
@@ -124,13 +129,11 @@ def module_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return attention | {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
 
 
-def _scale(raw: dict[str, Any], module: str, rank: int, max_rank: int) -> float:
+def _scale(raw: dict[str, Any], module: str, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) for rsLoRA; patterns as PEFT matches them."""
     expected, alpha = (_of_pattern(raw.get(patterns) or {}, module, raw.get(default)) for patterns, default in _PATTERNS)
     if expected != rank:
         raise InvalidRequest(f"{module}: A has rank {rank}, the configuration says {expected}", field="r")
-    if rank > max_rank:
-        raise InvalidRequest(f"{module}: rank {rank} is above lora.max_rank = {max_rank}", field="r")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise InvalidRequest(f"{module}: lora_alpha = {alpha!r} is no number", field="lora_alpha")
     return alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)

@@ -56,6 +56,9 @@ class AdapterService:
             return _reply(message.call, DeadlineExceeded(f"adapter {message.name!r}: {words}"))
         except HeadraceError as error:
             return _reply(message.call, error)
+        except Exception as error:  # whatever a folder can do, the caller must hear of it
+            log.exception("adapter %s", message.name)
+            return _reply(message.call, HeadraceError(f"adapter {message.name!r}: {error}"))
         log.info("adapter %s %s", message.name, "loaded" if isinstance(message, pb.LoadAdapter) else "unloaded")
         return _reply(message.call, None)
 

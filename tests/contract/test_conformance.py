@@ -332,7 +332,7 @@ def test_prompt_logprobs_are_those_of_an_answer_with_the_same_tokens(pair: Pair,
 
 def test_what_an_engine_cannot_do_is_refused(pair: Pair) -> None:
     for request in (asked("grammar", {"grammar": Grammar("regex", "a+")}), replace(asked("adapter", {}), adapter="lora")):
-        with pytest.raises(AssertionError, match="not supported yet|is not loaded here"):
+        with pytest.raises(AssertionError, match=r"not supported yet|is not loaded here"):
             pair.run([request])
     with pytest.raises(AssertionError, match="no token that may come next"):
         pair.run([asked("hopeless", {"bad_words": tuple((token,) for token in range(264))})])

@@ -165,6 +165,8 @@ def test_broken_folders(model_path: Path, tmp_path: Path) -> None:
         ({"base_model.model.model.layers.2.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)}, r"layers\.2"),
         ({key: torch.zeros(4, 65)}, "does not fit"),
         ({key: good[key] * float("nan")}, "not finite"),
+        ({key: good[key].to(torch.int8)}, "of type I8"),
+        ({key: good[key].unsqueeze(0)}, "does not fit"),
     ):
         save_file(good | change, weights)
         refused(words)
