@@ -15,12 +15,6 @@ class AdapterRows:
     adapter: Adapter
     rows: Tensor
 
-    @property
-    def place(self) -> Tensor | slice:
-        """Neighbouring rows as a slice, which costs no copies."""
-        first, last = int(self.rows[0]), int(self.rows[-1])
-        return slice(first, last + 1) if last - first + 1 == len(self.rows) else self.rows
-
     def among(self, wanted: Tensor) -> "AdapterRows":
         """The same where only the rows `wanted` are left, in that order."""
         return AdapterRows(self.adapter, torch.isin(wanted, self.rows).nonzero()[:, 0])

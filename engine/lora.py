@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import headrace_native
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -41,18 +40,6 @@ class Delta:
     down: Linear
     up: Linear
     rank: int
-
-    def add(self, out: Tensor, x: Tensor, rows: Tensor | slice, threads: int) -> None:
-        """out[rows] += x[rows] A^T B^T; the other rows are not touched. The sum is rounded once, and depends on a row alone."""
-        some = x[rows]
-        inner = x.new_empty(len(some), self.rank)
-        delta = torch.empty(len(some), self.up.outputs)
-        headrace_native.linear(inner, some, self.down.packed, None, threads)
-        headrace_native.linear(delta, inner, self.up.packed, None, threads)
-        if isinstance(rows, slice):
-            out[rows].copy_(delta.add_(out[rows]))
-        else:
-            out.index_copy_(0, rows, delta.add_(out.index_select(0, rows)).to(out.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ Knows nothing of requests, sampling or scheduling. Invariant: with native attent
 not on the batch, the chunk or the number of threads that computed it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import torch.nn.functional as F
 from headrace_native import Array
 from torch import Tensor
 
+from engine.adaptation import Adaptation
 from engine.attention import Attention, Step
-from engine.batch import AdapterRows, Batch
-from engine.lora import Adapter
+from engine.batch import Batch
 from engine.model_config import ModelConfig
 from engine.rotary import Rotary
 from engine.weights import LayerWeights, Linear, Weights, load_weights
@@ -31,13 +30,12 @@ class Rows:
     gate_up: Array  # [T, 2 intermediate]
     product: Array  # [T, intermediate]
     tensors: tuple[Tensor, Tensor, Tensor]  # hidden, gate_up, product: for adapters
-    adapters: Sequence[tuple[Adapter, Tensor | slice]]  # with the rows of each
+    adaptation: Adaptation
 
     @staticmethod
-    def of(residual: Tensor, hidden: Tensor, config: ModelConfig, adapters: Sequence[AdapterRows]) -> "Rows":
-        places = [(some.adapter, some.place) for some in adapters if len(some.rows)]
+    def of(residual: Tensor, hidden: Tensor, config: ModelConfig, adaptation: Adaptation) -> "Rows":
         gate_up, product = (residual.new_empty(len(residual), width * config.intermediate_size) for width in (2, 1))
-        return Rows(Array(residual), Array(hidden), Array(gate_up), Array(product), (hidden, gate_up, product), places)
+        return Rows(Array(residual), Array(hidden), Array(gate_up), Array(product), (hidden, gate_up, product), adaptation)
 
 
 class LlamaModel:
@@ -59,20 +57,20 @@ class LlamaModel:
         config, layers = self._config, self._weights.layers
         residual = F.embedding(batch.tokens, self._weights.embedding)
         hidden = torch.empty_like(residual)
-        rows = Rows.of(residual, hidden, config, batch.adapters)
+        rows = Rows.of(residual, hidden, config, Adaptation(batch.adapters, self._threads))
         step = self._step(batch, pool, residual)
         out = step.out.flatten(1)
         qkv, attended, attend = Array(step.qkv), Array(out), attention.begin(step)
         headrace_native.rms_norm(rows.hidden, rows.residual, layers[0].input_norm, config.rms_norm_eps, self._threads)
         for index, layer in enumerate(layers):
             self._linear(qkv, rows.hidden, layer.qkv)
-            self._adapt(rows, index, "qkv", step.qkv, hidden)
+            rows.adaptation.add(index, "qkv", step.qkv, hidden)
             attend(index)
             self._linear(rows.hidden, attended, layer.output)
-            self._adapt(rows, index, "output", hidden, out)
+            rows.adaptation.add(index, "output", hidden, out)
             if index + 1 == len(layers):  # from here on only the rows that somebody wants
                 residual, hidden = residual[wanted], hidden[wanted]
-                rows = Rows.of(residual, hidden, config, [some.among(wanted) for some in batch.adapters])
+                rows = Rows.of(residual, hidden, config, rows.adaptation.among(wanted))
             self._feed_forward(layer, rows, index)
             self._add_norm(rows, self._weights.norm if index + 1 == len(layers) else layers[index + 1].input_norm)
         logits = torch.empty(len(batch.logit_rows), config.vocab_size)
@@ -92,17 +90,10 @@ class LlamaModel:
         hidden, gate_up, product = rows.tensors
         self._add_norm(rows, layer.post_norm)
         self._linear(rows.gate_up, rows.hidden, layer.gate_up)
-        self._adapt(rows, index, "gate_up", gate_up, hidden)
+        rows.adaptation.add(index, "gate_up", gate_up, hidden)
         headrace_native.silu_mul(rows.product, rows.gate_up, self._threads)
         self._linear(rows.hidden, rows.product, layer.down)
-        self._adapt(rows, index, "down", hidden, product)
-
-    def _adapt(self, rows: Rows, index: int, product: str, out: Tensor, x: Tensor) -> None:
-        """Add to `out` what the adapters say, each on its own rows."""
-        for adapter, place in rows.adapters:
-            delta = adapter.layers[index].get(product)
-            if delta is not None:
-                delta.add(out, x, place, self._threads)
+        rows.adaptation.add(index, "down", hidden, product)
 
     def _add_norm(self, rows: Rows, weight: Array) -> None:
         headrace_native.add_rms_norm(rows.hidden, rows.residual, rows.hidden, weight, self._config.rms_norm_eps, self._threads)
