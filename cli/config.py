@@ -15,8 +15,9 @@ import yaml
 from msgspec.inspect import DictType, StructType, Type, UnionType, VarTupleType, type_info
 
 from cluster.config import HeadraceConfig, NodeEntry, WorkerEntry, worker_engine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LoraConfig
 from protocol.errors import ConfigError
+from protocol.request import ADAPTER_NAME
 
 _ROOT = type_info(HeadraceConfig)
 _ENGINE = type_info(EngineConfig)
@@ -201,9 +202,22 @@ def _check_engine(path: str, engine: EngineConfig) -> None:
     for name in positive:
         if getattr(engine, name) <= 0:
             raise ConfigError(f"{path}.{name}: must be positive", field=f"{path}.{name}")
+    _check_lora(f"{path}.lora", engine.lora)
     if engine.max_num_seqs > engine.max_num_batched_tokens:
         name = f"{path}.max_num_seqs"
         raise ConfigError(f"{name}: {engine.max_num_seqs} sequences step one token each, more than max_num_batched_tokens", field=name)
+
+
+def _check_lora(path: str, lora: LoraConfig) -> None:
+    for name, folder in lora.adapters.items():
+        if not folder.startswith("/"):
+            raise ConfigError(f"{path}.adapters.{name}: {folder!r} is not absolute; it is the workers' own", field=f"{path}.adapters.{name}")
+        if not re.fullmatch(ADAPTER_NAME, name):
+            raise ConfigError(f"{path}.adapters: {name!r} is not a name of letters, digits and ._:/-, at most 128", field=f"{path}.adapters")
+    if lora.max_rank <= 0:
+        raise ConfigError(f"{path}.max_rank: must be positive", field=f"{path}.max_rank")
+    if lora.max_loaded < len(lora.adapters):
+        raise ConfigError(f"{path}.max_loaded: {lora.max_loaded} is less than the {len(lora.adapters)} adapters named", field=f"{path}.max_loaded")
 
 
 def _check_cluster(config: HeadraceConfig) -> None:

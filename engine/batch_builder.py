@@ -5,7 +5,9 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
+from engine.adapters import adapter_rows
 from engine.batch import Batch
+from engine.pooling import hidden_rows
 from engine.sequence import Sequence
 
 
@@ -25,6 +27,7 @@ def build_batch(scheduled: Many[tuple[Sequence, int]], block_tokens: int) -> Bat
     slots = tables[rows, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
     slots[positions < stored[rows]] = -1
     context_lens = firsts + counts
+    samples = np.array([sequence.pooling is None for sequence, _ in scheduled])
     scored = [
         position + end - it.num_computed - count for (it, count), end in zip(scheduled, ends.tolist(), strict=True) for position in it.positions_to_score(count)
     ]
@@ -35,5 +38,7 @@ def build_batch(scheduled: Many[tuple[Sequence, int]], block_tokens: int) -> Bat
         block_tables=torch.from_numpy(tables),
         query_starts=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         context_lens=torch.from_numpy(context_lens.astype(np.int32)),
-        logit_rows=torch.from_numpy(np.concatenate((ends[context_lens == totals] - 1, np.array(scored, np.int64)))),
+        logit_rows=torch.from_numpy(np.concatenate((ends[(context_lens == totals) & samples] - 1, np.array(scored, np.int64)))),
+        adapters=adapter_rows(scheduled),
+        hidden=hidden_rows(scheduled),
     )

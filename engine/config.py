@@ -5,6 +5,14 @@ from typing import Annotated, Literal
 import msgspec
 
 
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`adapters`: name -> PEFT folder, loaded at the start. `max_loaded`: how many at once, those loaded later included."""
+
+    adapters: dict[str, str] = {}
+    max_loaded: int = 16
+    max_rank: int = 64
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`max_num_batched_tokens`: tokens of one step, over all sequences; `chunk_tokens`: of one sequence in one step.
     `attention`, `runner` and `admission` are rows of engine.attention.ATTENTION, engine.runner.RUNNERS and engine.admission.ADMISSION. `age_cap_s`: so
@@ -30,4 +38,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention: str = "native"
     runner: str = "torch"
     prefix_cache: bool = True
+    lora: LoraConfig = LoraConfig()
     check_integrity: bool = False  # run the conservation checks whenever the engine turns idle

@@ -10,23 +10,26 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
+from engine.adapters import Adapters, Done
 from engine.batch_builder import build_batch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
+from engine.lora import Adapter
+from engine.pooling import pool_hidden
 from engine.runner import Runner
 from engine.sampler import Choice, Chosen, choose, score
 from engine.scheduler import LoadItem, Plan, Scheduler
 from engine.sequence import Export, Sequence, SequenceKey, Submission
 from engine.stopwatch import Stopwatch
 from engine.tokenizer import Tokenizer
-from kvstore.hashing import salt_of
-from protocol.errors import Cancelled, ContextTooLong, DeadlineExceeded, HeadraceError, InvalidRequest
+from kvstore.hashing import request_salt
+from protocol.errors import Cancelled, ContextTooLong, DeadlineExceeded, HeadraceError, InvalidRequest, UnknownModel
 from protocol.logprobs import TokenLogprob
 from protocol.request import GenerationRequest
 
@@ -36,7 +39,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens and text of a sequence. `finish_reason`: "", "stop", "length", or "handoff" when a one-token sequence would go on.
-    `logprobs`: one for each token, where the request asks; `prompt_logprobs`: with the first token of an answer, where it asks for these."""
+    `logprobs`: one for each token, where the request asks; `prompt_logprobs`: with the first token of an answer, where it asks for these.
+    `embedding`: fp32 values, instead of tokens, where the request wants them; then the only chunk."""
 
     sequence: Sequence
     tokens: list[int]
@@ -44,6 +48,7 @@ class Chunk:
     finish_reason: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +94,23 @@ class EngineStatus:
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+    adapters: tuple[Adapter, ...] = ()
     counters: dict[str, float] = field(default_factory=dict)
 
 
 class Engine:
-    """`deliver` is called on the engine thread with the events of a step; it must return at once."""
+    """`deliver` is called on the engine thread with the events of a step; it must return at once. `adapters`: loaded from the start."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, runner: Runner, tokenizer: Tokenizer, salt: str, deliver: Callable[[list[Event]], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        salt: str,
+        deliver: Callable[[list[Event]], None],
+        adapters: Iterable[Adapter] = (),
+    ) -> None:
         self._config = config
         self._runner = runner
         self._tokenizer = tokenizer
@@ -103,6 +118,7 @@ class Engine:
         self._deliver = deliver
         self._pool = BlockPool(num_blocks, config.prefix_cache)
         self._scheduler = Scheduler(config, self._pool)
+        self._adapters = Adapters(config.lora.max_loaded, adapters)
         self._num_blocks = num_blocks
         self._commands: list[Callable[[], None]] = []
         self._events: list[Event] = []
@@ -112,7 +128,7 @@ class Engine:
         self._closing = False
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._stopwatch = Stopwatch(self._counters)
-        self._status = EngineStatus(blocks_total=num_blocks, blocks_free=num_blocks)
+        self._status = EngineStatus(blocks_total=num_blocks, blocks_free=num_blocks, adapters=self._adapters.loaded)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -142,6 +158,14 @@ class Engine:
 
     def unpin(self, blocks: list[int]) -> None:
         self._command(lambda: self._unpin(blocks))
+
+    def load_adapter(self, adapter: Adapter, done: Done) -> None:
+        """`done` is called on the engine thread, with what speaks against it."""
+        self._command(lambda: self._adapters.load(adapter, done))
+
+    def unload_adapter(self, name: str, done: Done) -> None:
+        """`done` is called on the engine thread, when no sequence uses the adapter any more."""
+        self._command(lambda: self._adapters.unload(name, done))
 
     @property
     def status(self) -> EngineStatus:
@@ -201,12 +225,14 @@ class Engine:
             plan = following
 
     def _run(self, plan: Plan) -> None:
-        done = [sequence for sequence, num_tokens in plan.scheduled if num_tokens == sequence.num_remaining]
+        ready = [sequence for sequence, num_tokens in plan.scheduled if num_tokens == sequence.num_remaining]
+        done = [sequence for sequence in ready if sequence.pooling is None]
         batch = build_batch(plan.scheduled, self._config.block_tokens)
         self._stopwatch.lap("build_s")
         try:
             logits = self._runner.run(batch)
             self._stopwatch.lap("run_s")
+            pool_hidden(plan.scheduled, batch)
             score_prompts(plan, logits[len(done) :])
             chosen = choose(logits[: len(done)], [choice_of(sequence) for sequence in done])
         except Exception as error:
@@ -218,6 +244,8 @@ class Engine:
             self._export(sequence, self._scheduler.name_blocks(sequence))
         for sequence, one in zip(done, chosen, strict=True):
             self._take(sequence, one)
+        for sequence in ready:
+            self._take_pooled(sequence)
         self._counters["steps"] += 1
         self._counters["scheduled_tokens"] += sum(num_tokens for _, num_tokens in plan.scheduled)
         self._stopwatch.lap("update_s")
@@ -249,6 +277,14 @@ class Engine:
         self._counters["generated_tokens"] += 1
         logprobs = [chosen.logprob] if chosen.logprob is not None else []
         self._events.append(Chunk(sequence, [token], text, reason, logprobs, sequence.prompt_logprobs if first else []))
+
+    def _take_pooled(self, sequence: Sequence) -> None:
+        """The end of a sequence that wants an embedding: its prompt is through."""
+        if sequence.pooling is not None:
+            sequence.times.first_token = time.time()
+            self._scheduler.drop(sequence)
+            self._counters["embeddings"] += 1
+            self._events.append(Chunk(sequence, [], "", "stop", embedding=sequence.pooling.result()))
 
     def _stops(self, sequence: Sequence, token: int) -> bool:
         sampling = sequence.request.sampling
@@ -291,12 +327,16 @@ class Engine:
         sampling = request.sampling
         detokenizer = Detokenizer(self._tokenizer, request.prompt_tokens, sampling.stop, sampling.include_stop, sampling.min_tokens)
         detokenizer.push(list(request.output_tokens))
-        salt = salt_of(self._salt, request.tenant)
-        sequence = Sequence(submission, self._config.block_tokens, salt, detokenizer, self._arrivals, self._tokenizer.stop_token_ids)
+        adapter = self._adapters.find(request.adapter, request.adapter_revision)
+        salt = request_salt(self._salt, request.tenant, request.adapter, adapter.revision if adapter is not None else "")
+        sequence = Sequence(submission, self._config.block_tokens, salt, detokenizer, self._arrivals, self._tokenizer.stop_token_ids, adapter)
         self._arrivals += 1
         most = min(sequence.num_prompt + request.sampling.max_tokens, self._config.max_context_tokens)
         if unsupported := unsupported_by_engine(request):
             self._events.append(Failed(sequence, InvalidRequest(f"{unsupported}: not supported yet", field=unsupported)))
+        elif request.adapter and adapter is None:
+            revision = f" in revision {request.adapter_revision}" if request.adapter_revision else ""
+            self._events.append(Failed(sequence, UnknownModel(f"adapter {request.adapter!r} is not loaded here{revision}", field="model")))
         elif sequence.num_tokens >= self._config.max_context_tokens or sequence.blocks_for(most) > self._num_blocks:
             self._events.append(Failed(sequence, ContextTooLong(f"{most} tokens do not fit this worker", field="max_tokens")))
         elif sequence.key in self._scheduler:
@@ -334,8 +374,10 @@ class Engine:
             blocks_total=counts.total,
             blocks_free=counts.free,
             blocks_cached=counts.cached,
+            adapters=self._adapters.loaded,
             counters=dict(self._counters),
         )
+        self._adapters.settle(self._scheduler.uses)
         if self._events:
             events, self._events = self._events, []
             self._deliver(events)
@@ -357,7 +399,7 @@ def stage_of(sequence: Sequence) -> str:
 
 def unsupported_by_engine(request: GenerationRequest) -> str:
     """The field of a request that this engine would have to ignore; empty where there is none."""
-    return "grammar" if request.sampling.grammar is not None else "adapter" if request.adapter else ""
+    return "grammar" if request.sampling.grammar is not None else ""
 
 
 def choice_of(sequence: Sequence) -> Choice:

@@ -12,6 +12,7 @@ import torch
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.model_config import ModelConfig
+from protocol.errors import ConfigError
 
 
 class FakeRunner:
@@ -25,6 +26,8 @@ class FakeRunner:
         self._pool = pool.view(np.int32).reshape(-1, planes, layout.block_tokens, layout.token_bytes // 4 // planes)
 
     def run(self, batch: Batch) -> torch.Tensor:
+        if batch.adapters:
+            raise ConfigError("the fake runner knows no adapters")
         slots, tokens = batch.slots.numpy(), batch.tokens.numpy()
         written = slots >= 0
         blocks, offsets = np.divmod(slots[written], self._block_tokens)
@@ -35,6 +38,8 @@ class FakeRunner:
             sequence = int(np.searchsorted(starts, row, side="right")) - 1
             length = int(lengths[sequence]) - (int(starts[sequence + 1]) - 1 - row)
             logits[index, self._next_token(tables[sequence], length)] = 1.0
+        if batch.hidden is not None:
+            batch.hidden.values = torch.nn.functional.one_hot(batch.tokens[batch.hidden.rows] % 8, 8).float()
         return logits
 
     def _next_token(self, table: npt.NDArray[np.int32], length: int) -> int:

@@ -17,6 +17,7 @@ def chunk_row(chunk: Chunk, instants: Mapping[str, float]) -> pb.Row:
         finish_reason=chunk.finish_reason,
         logprobs=[one.to_message() for one in chunk.logprobs],
         prompt_logprobs=[one.to_message() for one in chunk.prompt_logprobs],
+        embedding=chunk.embedding,
         instants=[pb.Instant(name=name, at=at) for name, at in instants.items()],
     )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from engine.admission import open_admission
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.lora import Adapter
 from engine.predictor import LengthPredictor, Outlook, peak_growth
 from engine.sequence import Sequence, SequenceKey, SequenceState
 from engine.waiting import TenantShares, WaitingQueue
@@ -69,6 +70,9 @@ class Scheduler:
 
     def get(self, key: SequenceKey) -> Sequence | None:
         return self._sequences.get(key)
+
+    def uses(self, adapter: Adapter) -> bool:
+        return any(sequence.adapter is adapter for sequence in self._sequences.values())
 
     @property
     def num_running(self) -> int:

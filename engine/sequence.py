@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.detokenizer import Detokenizer
+from engine.lora import Adapter
+from engine.pooling import Pooling
 from engine.token_rules import TokenRules
 from kvstore.hashing import BlockHash, block_hashes
 from protocol.errors import IllegalTransition
@@ -80,10 +82,18 @@ class Times:
 
 
 class Sequence:
-    """`rules`: what the request says about its next token. `prompt_logprobs`: of the prompt's second token and on, as far as computed."""
+    """`rules`: what the request says about its next token. `prompt_logprobs`: of the prompt's second token and on, as far as computed.
+    `pooling`: an embedding is wanted; such a sequence ends with its prompt."""
 
     def __init__(
-        self, submission: Submission, block_tokens: int, salt: bytes, detokenizer: Detokenizer, arrival: int, eos_token_ids: Collection[int] = ()
+        self,
+        submission: Submission,
+        block_tokens: int,
+        salt: bytes,
+        detokenizer: Detokenizer,
+        arrival: int,
+        eos_token_ids: Collection[int] = (),
+        adapter: Adapter | None = None,
     ) -> None:
         request = submission.request
         self.submission = submission
@@ -92,6 +102,8 @@ class Sequence:
         self.detokenizer = detokenizer
         self.rules = TokenRules(request, eos_token_ids)
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.adapter = adapter
+        self.pooling = Pooling(request.pooling, len(request.prompt_tokens)) if request.pooling else None
         self.order = (request.priority, arrival)
         self.state = SequenceState.WAITING
         self.tokens: list[int] = [*request.prompt_tokens, *request.output_tokens]
@@ -132,7 +144,7 @@ class Sequence:
     @property
     def may_reuse(self) -> bool:
         """Whether KV from elsewhere may stand in for computing; not while positions have to go through the model for their logits."""
-        return len(self.prompt_logprobs) >= self.num_to_score
+        return len(self.prompt_logprobs) >= self.num_to_score and (self.pooling is None or not self.pooling.needs_all)
 
     def positions_to_score(self, num_tokens: int) -> range:
         """Those of the next `num_tokens` positions whose logits give the prompt logprobs that are still missing."""
@@ -174,3 +186,5 @@ class Sequence:
         self.blocks = []
         self.num_computed = self.num_stored = self.num_named = self.num_shared = 0
         self.tally.preemptions += 1
+        if self.pooling is not None:
+            self.pooling.reset()

@@ -17,6 +17,11 @@ def salt_of(*parts: str) -> bytes:
     return hashlib.blake2b("\x00".join(parts).encode(), digest_size=HASH_BYTES).digest()
 
 
+def request_salt(model: str, tenant: str, adapter: str = "", revision: str = "") -> bytes:
+    """The root of a request's chain. `model`: what workers announce as their salt; `revision`: of the adapter's weights."""
+    return salt_of(model, tenant, adapter, revision) if adapter else salt_of(model, tenant)
+
+
 def block_hashes(tokens: Sequence[int], block_tokens: int, salt: bytes, parent: bytes | None = None) -> list[BlockHash]:
     """One hash for each full block of `tokens`; `parent` goes on with a chain."""
     hashes: list[BlockHash] = []

@@ -196,6 +196,8 @@ class Request(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_REVISION_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """one number per dispatch of the request by its router; fences late writes and late answers"""
@@ -208,6 +210,10 @@ class Request(_message.Message):
     """which of a request's n answers: part of the key of its random numbers; each has a request_id of its own"""
     adapter: _builtins.str
     """LoRA name; empty: the model itself"""
+    adapter_revision: _builtins.str
+    """fingerprint that the adapter must have; empty: any"""
+    pooling: _builtins.str
+    """mean, last: an embedding of the prompt is wanted, no answer"""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -229,10 +235,12 @@ class Request(_message.Message):
         tenant: _builtins.str = ...,
         sample: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        adapter_revision: _builtins.str = ...,
+        pooling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "deadline", b"deadline", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sample", b"sample", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_revision", b"adapter_revision", "attempt", b"attempt", "deadline", b"deadline", "output_tokens", b"output_tokens", "pooling", b"pooling", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sample", b"sample", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,6 +379,8 @@ class RouterMessage(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    LOAD_ADAPTER_FIELD_NUMBER: _builtins.int
+    UNLOAD_ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
@@ -379,6 +389,10 @@ class RouterMessage(_message.Message):
     def decode(self) -> Global___Decode: ...
     @_builtins.property
     def abort(self) -> Global___Abort: ...
+    @_builtins.property
+    def load_adapter(self) -> Global___LoadAdapter: ...
+    @_builtins.property
+    def unload_adapter(self) -> Global___UnloadAdapter: ...
     def __init__(
         self,
         *,
@@ -386,16 +400,123 @@ class RouterMessage(_message.Message):
         prefill: Global___Prefill | None = ...,
         decode: Global___Decode | None = ...,
         abort: Global___Abort | None = ...,
+        load_adapter: Global___LoadAdapter | None = ...,
+        unload_adapter: Global___UnloadAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "decode", b"decode", "hello", b"hello", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "decode", b"decode", "hello", b"hello", "load_adapter", b"load_adapter", "prefill", b"prefill", "unload_adapter", b"unload_adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "decode", b"decode", "hello", b"hello", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "decode", b"decode", "hello", b"hello", "load_adapter", b"load_adapter", "prefill", b"prefill", "unload_adapter", b"unload_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "prefill", "decode", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "prefill", "decode", "abort", "load_adapter", "unload_adapter"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
+
+@_typing.final
+class LoadAdapter(_message.Message):
+    """LoRA adapters of a worker. Each is answered by one AdapterReply of its call, at its deadline at the latest; an unload when no sequence uses it any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    deadline: _builtins.float
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        deadline: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "deadline", b"deadline", "name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapter: _TypeAlias = LoadAdapter  # noqa: Y015
+
+@_typing.final
+class UnloadAdapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    name: _builtins.str
+    deadline: _builtins.float
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        name: _builtins.str = ...,
+        deadline: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "deadline", b"deadline", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapter: _TypeAlias = UnloadAdapter  # noqa: Y015
+
+@_typing.final
+class AdapterReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    ERROR_CODE_FIELD_NUMBER: _builtins.int
+    ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    error_code: _builtins.str
+    error_message: _builtins.str
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        error_code: _builtins.str = ...,
+        error_message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error_code", b"error_code", "error_message", b"error_message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterReply: _TypeAlias = AdapterReply  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    revision: _builtins.str
+    path: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        revision: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class Instant(_message.Message):
@@ -539,6 +660,7 @@ class Row(_message.Message):
     WORK_FIELD_NUMBER: _builtins.int
     KV_PUSHED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -561,6 +683,10 @@ class Row(_message.Message):
         """one for each of `tokens`, where the request asks"""
 
     @_builtins.property
+    def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """instead of tokens, where the request has a pooling; length 1 in L2"""
+
+    @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """of the prompt's second token and on, once, with the first row of an answer"""
 
@@ -579,11 +705,12 @@ class Row(_message.Message):
         work: Global___Work | None = ...,
         kv_pushed: _builtins.bool = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        embedding: _abc.Iterable[_builtins.float] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error_code", b"error_code", "error_message", b"error_message", "error_stage", b"error_stage", "finish_reason", b"finish_reason", "instants", b"instants", "kv_pushed", b"kv_pushed", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "embedding", b"embedding", "error_code", b"error_code", "error_message", b"error_message", "error_stage", b"error_stage", "finish_reason", b"finish_reason", "instants", b"instants", "kv_pushed", b"kv_pushed", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -621,6 +748,7 @@ class WorkerStatus(_message.Message):
     BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """grows by one with every step: progress"""
@@ -636,6 +764,10 @@ class WorkerStatus(_message.Message):
     """prompt tokens not yet computed, over all sequences here"""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """that new requests may use"""
+
     def __init__(
         self,
         *,
@@ -647,11 +779,12 @@ class WorkerStatus(_message.Message):
         blocks_cached: _builtins.int = ...,
         draining: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
         waiting_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "counters", b"counters", "draining", b"draining", "running", b"running", "steps", b"steps", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "counters", b"counters", "draining", b"draining", "running", b"running", "steps", b"steps", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -725,19 +858,23 @@ class Step(_message.Message):
 
     ROWS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    ADAPTER_REPLIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Row]: ...
     @_builtins.property
     def status(self) -> Global___WorkerStatus: ...
+    @_builtins.property
+    def adapter_replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterReply]: ...
     def __init__(
         self,
         *,
         rows: _abc.Iterable[Global___Row] | None = ...,
         status: Global___WorkerStatus | None = ...,
+        adapter_replies: _abc.Iterable[Global___AdapterReply] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_replies", b"adapter_replies", "rows", b"rows", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,10 +92,14 @@ class Sampling:
         )
 
 
+ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"  # of the names that clients may give as their model
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`deadline` in unix seconds, absolute, the same everywhere the request goes. `output_tokens`: the answer so far.
-    `sample`: which of the client's n answers this is; each is a request with an id of its own. `adapter`: LoRA name, empty for the model itself."""
+    `sample`: which of the client's n answers this is; each is a request with an id of its own. `adapter`: LoRA name, empty for the model itself;
+    `adapter_revision`: the weights it must have, empty for any. `pooling`: "mean" or "last": an embedding of the prompt is wanted, no answer."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -107,6 +111,8 @@ class GenerationRequest:
     tenant: str = ""
     sample: int = 0
     adapter: str = ""
+    adapter_revision: str = ""
+    pooling: str = ""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -139,6 +145,8 @@ class GenerationRequest:
             sampling=self.sampling.to_message(),
             sample=self.sample,
             adapter=self.adapter,
+            adapter_revision=self.adapter_revision,
+            pooling=self.pooling,
         )
 
     @classmethod
@@ -154,4 +162,6 @@ class GenerationRequest:
             sampling=Sampling.from_message(message.sampling),
             sample=message.sample,
             adapter=message.adapter,
+            adapter_revision=message.adapter_revision,
+            pooling=message.pooling,
         )

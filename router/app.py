@@ -7,7 +7,7 @@ import asyncio
 import re
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,18 +18,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
-from protocol.errors import BodyTooLarge, Cancelled, HeadraceError, Overloaded, Unavailable, UnknownModel
+from protocol.errors import BodyTooLarge, Cancelled, HeadraceError, Overloaded, Unavailable
 from protocol.instants import Instant
 from protocol.request import GenerationRequest
+from router.adapters import AdapterControl
 from router.answer import Answer
 from router.choices import Choice
+from router.embeddings import Embedding, EmbeddingInquiry, parse_embedding
 from router.fields import Endpoint
 from router.life import Life, Spine
 from router.metrics import CONTENT_TYPE
-from router.openai import Inquiry, PromptTokenizer, parse, timeout_of
+from router.openai import Inquiry, PromptTokenizer, convert, decode, known, parse, timeout_of
 from router.replies import ChatReply, CompletionReply
-from router.responses import error_response, json_response
+from router.responses import error_response, json_response, until_disconnect
 from router.timeline import Timeline, TimelineStore
+from router.view import AdapterView
 
 TIMEOUT_HEADERS = ("x-request-timeout-s", "x-headrace-deadline-s")
 LONG_PROMPT_CHARACTERS = 16_384  # from here on tokenising leaves the event loop
@@ -47,6 +50,7 @@ class Service:
     max_context_tokens: int
     timelines: TimelineStore
     started_at: int
+    adapters: AdapterControl
     running: int = 0
     draining: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,11 +65,30 @@ class Service:
             self.idle.set()
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Counts requests under way, and those of an adapter as its users."""
+
+    service: Service
+    adapter: str
+
+    def enter(self, count: int) -> None:
+        self.service.enter(count)
+        self.service.adapters.enter(self.adapter, count)
+
+    def leave(self, count: int) -> None:
+        self.service.leave(count)
+        self.service.adapters.leave(self.adapter, count)
+
+
 def build_app(service: Service) -> Starlette:
     endpoints = Endpoints(service)
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completion, methods=["POST"]),
+        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
+        Route("/v1/load_lora_adapter", endpoints.load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", endpoints.unload_adapter, methods=["POST"]),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{model:path}", endpoints.model),
         Route("/v1/requests/{request_id}/timeline", endpoints.timeline),
@@ -119,42 +142,101 @@ class Endpoints:
         service = self._service
         deadline = received + _timeout(request, service)
         inquiry = parse(await _body(request, service.spine.config.max_body_bytes), endpoint)
-        inquiry.check_model(service.model_name)
+        adapter = service.adapters.of_model(inquiry.model)
         self._admit(inquiry.n)
         tokens = await self._tokenize(inquiry)
         unique_id = f"{public_id}.{secrets.token_hex(4)}"  # clients may reuse theirs; workers must never meet one twice
         generation = inquiry.generation(unique_id, tokens, deadline, service.max_context_tokens, service.tokenizer)
+        generation = _with_adapter(generation, adapter)
         return inquiry, [Life(one, service.spine, self._new_timeline(public_id, one, received)) for one in generation.samples(inquiry.n)]
 
     def _answer(self, inquiry: Inquiry, lives: list[Life], public_id: str) -> Answer:
         service = self._service
-        reply = _REPLIES[inquiry.endpoint](public_id, service.model_name, int(time.time()), inquiry.include_usage)
+        reply = _REPLIES[inquiry.endpoint](public_id, inquiry.model, int(time.time()), inquiry.include_usage)
         choices = [Choice(inquiry, life.request.prompt_tokens, service.tokenizer) for life in lives]
-        return Answer(service, service.spine.metrics, lives, choices, reply, inquiry.include_usage, inquiry.shows_answer)
+        return Answer(Use(service, lives[0].request.adapter), service.spine.metrics, lives, choices, reply, inquiry.include_usage, inquiry.shows_answer)
 
     async def _tokenize(self, inquiry: Inquiry) -> tuple[int, ...]:
         if inquiry.prompt_characters < LONG_PROMPT_CHARACTERS:
             return inquiry.tokenize(self._service.tokenizer)
         return await asyncio.to_thread(inquiry.tokenize, self._service.tokenizer)
 
-    def _new_timeline(self, public_id: str, generation: GenerationRequest, received: float) -> Timeline:
-        """Of the first of n answers by the request's id, of the others by `id.1`, `id.2`, ..."""
-        name = f"{public_id}.{generation.sample}" if generation.sample else public_id
+    # ---- embeddings ------------------------------------------------------------------------------------------------------
+
+    async def embeddings(self, request: Request) -> Response:
+        public_id = _public_id(request)
+        try:
+            self._admit(1)
+            inquiry, running = await self._prepare_embedding(request, public_id)
+        except HeadraceError as error:
+            self._service.spine.metrics.refused(error.code)
+            return error_response(error, public_id)
+        try:
+            vectors = await until_disconnect(request.receive, running.vectors())
+            return json_response(inquiry.body(vectors, running.usage), headers={"x-request-id": public_id})
+        except HeadraceError as error:
+            return error_response(error, public_id)
+
+    async def _prepare_embedding(self, request: Request, public_id: str) -> tuple[EmbeddingInquiry, Embedding]:
+        received = time.time()
+        service, config = self._service, self._service.spine.config
+        deadline = received + _timeout(request, service)
+        inquiry = parse_embedding(await _body(request, config.max_body_bytes))
+        adapter = service.adapters.of_model(inquiry.fields.model)
+        self._admit(len(inquiry.inputs))
+        is_long = inquiry.characters >= LONG_PROMPT_CHARACTERS
+        prompts = await asyncio.to_thread(inquiry.tokenize, service.tokenizer) if is_long else inquiry.tokenize(service.tokenizer)
+        unique_id = f"{public_id}.{secrets.token_hex(4)}"
+        lives = [
+            Life(one, service.spine, self._new_timeline(public_id, one, received, index))
+            for index, one in enumerate(
+                _with_adapter(one, adapter) for one in inquiry.requests(unique_id, prompts, deadline, service.max_context_tokens, config.pooling)
+            )
+        ]
+        return inquiry, Embedding(Use(service, lives[0].request.adapter), service.spine.metrics, lives)
+
+    def _new_timeline(self, public_id: str, generation: GenerationRequest, received: float, index: int = 0) -> Timeline:
+        """Of the first of n answers or inputs by the request's id, of the others by `id.1`, `id.2`, ..."""
+        index = index or generation.sample
+        name = f"{public_id}.{index}" if index else public_id
         timeline = Timeline(name, prompt_tokens=len(generation.prompt_tokens))
         timeline.add(Instant.RECEIVED, received)
         self._service.timelines.add(name, timeline)
         return timeline
 
+    # ---- adapters --------------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, request: Request) -> Response:
+        service = self._service
+        self._check_changes()
+        fields = convert(known(decode(await _body(request, 65536)), {"lora_name", "lora_path"}, {"load_inplace": (False,)}, {"base_model_name"}), LoadFields)
+        await service.adapters.load(fields.lora_name, fields.lora_path, time.time() + _timeout(request, service))
+        return Response(f"Success: LoRA adapter '{fields.lora_name}' added successfully.", media_type="text/plain")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        service = self._service
+        self._check_changes()
+        fields = convert(known(decode(await _body(request, 65536)), {"lora_name"}, {}, {"lora_int_id"}), UnloadFields)
+        await service.adapters.unload(fields.lora_name, time.time() + _timeout(request, service))
+        return Response(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.", media_type="text/plain")
+
+    def _check_changes(self) -> None:
+        if not self._service.spine.config.adapter_changes:
+            raise HTTPException(404, "switched off; router.adapter_changes allows it")
+
     # ---- looking in ------------------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_body()]})
+        adapters = self._service.adapters.served()
+        return json_response({"object": "list", "data": [self._model_body(), *(self._adapter_body(adapters[name]) for name in sorted(adapters))]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        if name != self._service.model_name:
-            raise UnknownModel(f"the model {name!r} does not exist", field="model")
-        return json_response(self._model_body())
+        adapter = self._service.adapters.of_model(name)
+        return json_response(self._model_body() if adapter is None else self._adapter_body(adapter))
+
+    def _adapter_body(self, adapter: AdapterView) -> dict[str, Any]:
+        return self._model_body() | {"id": adapter.name, "parent": self._service.model_name, "root": adapter.path, "revision": adapter.revision}
 
     def _model_body(self) -> dict[str, Any]:
         service = self._service
@@ -163,6 +245,7 @@ class Endpoints:
             "object": "model",
             "created": service.started_at,
             "owned_by": "headrace",
+            "parent": None,
             "max_model_len": service.max_context_tokens,
         }
 
@@ -204,6 +287,19 @@ class Endpoints:
             "stores": [msgspec.to_builtins(store) for store in view.stores],
         }
         return json_response(body)
+
+
+class LoadFields(msgspec.Struct, frozen=True):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadFields(msgspec.Struct, frozen=True):
+    lora_name: str
+
+
+def _with_adapter(request: GenerationRequest, adapter: AdapterView | None) -> GenerationRequest:
+    return request if adapter is None else replace(request, adapter=adapter.name, adapter_revision=adapter.revision)
 
 
 # ---- HTTP's small parts -------------------------------------------------------------------------------------------------------------

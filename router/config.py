@@ -1,12 +1,15 @@
 """Settings of a router."""
 
+from typing import Literal
+
 import msgspec
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`policy` is a row of router.policies.POLICIES. `stall_s`: a worker whose status has not come, or whose steps have not moved while it has work,
     for so long gets no new request and loses its running ones to another. `max_attempts`: how often one request is placed; a hand-off belongs to its
-    placement. `wait_for_worker_s`: a request that has begun waits so long for a worker when none is left; a new one is refused at once."""
+    placement. `wait_for_worker_s`: a request that has begun waits so long for a worker when none is left; a new one is refused at once.
+    `adapter_changes`: whoever reaches the HTTP port may load and unload LoRA adapters. `pooling`: of embeddings that do not say."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -21,6 +24,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timelines: int = 2048  # finished requests kept for GET /v1/requests/{id}/timeline
     local_prefill_tokens: int = 64  # cache_aware: uncached prompts up to this length are prefilled by the decode worker
     poll_s: float = 1.0  # between two looks at the registry
+    adapter_changes: bool = False
+    pooling: Literal["mean", "last"] = "last"
     drain_s: float = 30.0  # after SIGTERM running requests may finish for so long
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvstore.hashing import BlockHash, block_hashes, salt_of
+from kvstore.hashing import BlockHash, block_hashes, request_salt
 from protocol import headrace_pb2 as pb
 from protocol.errors import DeadlineExceeded, HeadraceError, Overloaded, StoreLost, TransferFailed, Unavailable, WorkerLost, error_from_code
 from protocol.instants import Instant
@@ -39,18 +39,19 @@ class Chunk:
     finish_reason: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the workers name the blocks of a tenant's tokens: the same hashes as in their engines."""
+    """How the workers name the blocks of a request's tokens: the same hashes as in their engines."""
 
     block_tokens: int
     salt: bytes
 
     @classmethod
-    def of_cluster(cls, view: ClusterView, tenant: str) -> "Blocks":
-        return cls(view.block_tokens, salt_of(view.salt, tenant))
+    def of_cluster(cls, view: ClusterView, request: GenerationRequest) -> "Blocks":
+        return cls(view.block_tokens, request_salt(view.salt, request.tenant, request.adapter, request.adapter_revision))
 
     def of(self, tokens: tuple[int, ...]) -> tuple[BlockHash, ...]:
         return tuple(block_hashes(tokens, self.block_tokens, self.salt))
@@ -73,7 +74,7 @@ class Life:
         self.timeline = timeline
         self.finish_reason = ""
         self._spine = spine
-        self._blocks = Blocks.of_cluster(spine.membership.view(), request.tenant)
+        self._blocks = Blocks.of_cluster(spine.membership.view(), request)
         self._prompt_blocks = self._blocks.of(request.prompt_tokens)
         self._output: tuple[int, ...] = ()
         self._attempt = 0
@@ -127,7 +128,7 @@ class Life:
         patience = time.time() + (self._spine.config.wait_for_worker_s if self._attempt else 0)
         while True:
             try:
-                return self._accept(self._spine.policy.choose(self._routing(), self._spine.membership.view()))
+                return self._accept(self._spine.policy.choose(self._routing(), self._able()))
             except Unavailable:
                 if self._suspects:
                     await self._forgive()
@@ -136,6 +137,10 @@ class Life:
                     if self._expired or time.time() >= self.request.deadline:
                         raise self._deadline_exceeded() from None
                     raise
+
+    def _able(self) -> ClusterView:
+        """The workers that have the request's adapter."""
+        return self._spine.membership.view().serving(self.request.adapter, self.request.adapter_revision)
 
     async def _forgive(self) -> None:
         """Nobody else is left: a worker that failed this request may get it again, but one that is full stays full."""
@@ -160,7 +165,9 @@ class Life:
     def _accept(self, placement: Placement) -> Placement:
         """A prefill makes sense once, for an answer not begun, and where its blocks have somewhere to go."""
         if placement.prefill is not None:
-            if self._output:
+            if self.request.pooling:
+                placement = replace(placement, prefill=None, decode=placement.prefill, reason="an embedding is a prompt alone")
+            elif self._output:
                 placement = replace(placement, prefill=None, reason="the answer has begun", last_resort="")
             elif self._handoff_broken:
                 placement = replace(placement, prefill=None, reason="a hand-off failed", last_resort="handoff_failed")
@@ -231,7 +238,7 @@ class Life:
         else:
             self._hand_off(row, side)
         logprobs, prompt_logprobs = (tuple(map(TokenLogprob.from_message, some)) for some in (row.logprobs, row.prompt_logprobs))
-        return Chunk(row.text, tuple(row.tokens), self.finish_reason, logprobs, prompt_logprobs)
+        return Chunk(row.text, tuple(row.tokens), self.finish_reason, logprobs, prompt_logprobs, tuple(row.embedding))
 
     def _hand_off(self, row: pb.Row, side: Side) -> None:
         """The first token is out, the last blocks may still be on their way: decode at once, and let the prefill's report come when it comes."""

@@ -13,12 +13,13 @@ import grpc
 
 from protocol import headrace_pb2 as pb
 from protocol.channel import VERSION, credentials, open_channel, version_accepted
-from protocol.errors import HeadraceError, WorkerLost
+from protocol.errors import DeadlineExceeded, HeadraceError, WorkerLost, error_from_code
 from protocol.headrace_pb2_grpc import DataPlaneStub
 from protocol.membership import Member
-from router.view import WorkerKey, WorkerView
+from router.view import AdapterView, WorkerKey, WorkerView
 
 HELLO_S = 5.0
+CALL_GRACE_S = 2.0  # the worker answers at the deadline itself
 CLOSED = "closed"
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 2.0
 
@@ -84,6 +85,8 @@ class WorkerLink:
         self._on_change = on_change
         self._outgoing: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._dispatches: dict[tuple[str, int], Dispatch] = {}
+        self._calls: dict[int, asyncio.Future[pb.AdapterReply]] = {}
+        self._num_calls = 0
         self._heard_at = self._moved_at = 0.0
         self._sent_tokens = self._sent_sequences = 0
         self._task: asyncio.Task[None] | None = None
@@ -130,6 +133,24 @@ class WorkerLink:
     def forget(self, dispatch: Dispatch) -> None:
         self._dispatches.pop(dispatch.key, None)
 
+    async def call(self, message: pb.LoadAdapter | pb.UnloadAdapter) -> None:
+        """Have the worker load or unload an adapter. Raises what it answers, WorkerLost, or DeadlineExceeded a little after the message's deadline."""
+        if not self.connected:
+            raise WorkerLost(f"worker {self.member.name} is not connected: {self.trouble}")
+        self._num_calls += 1
+        message.call = self._num_calls
+        reply = self._calls[message.call] = asyncio.get_running_loop().create_future()
+        self.send(pb.RouterMessage(load_adapter=message) if isinstance(message, pb.LoadAdapter) else pb.RouterMessage(unload_adapter=message))
+        try:
+            async with asyncio.timeout(max(message.deadline - time.time(), 0) + CALL_GRACE_S):
+                answer = await reply
+        except TimeoutError:
+            raise DeadlineExceeded(f"worker {self.member.name} does not answer") from None
+        finally:
+            self._calls.pop(message.call, None)
+        if answer.error_code:
+            raise error_from_code(answer.error_code, answer.error_message)
+
     @property
     def num_dispatches(self) -> int:
         return len(self._dispatches)
@@ -161,6 +182,7 @@ class WorkerLink:
             draining=status.draining,
             counters=dict(status.counters),
             attributes=dict(self.member.attributes),
+            adapters=tuple(AdapterView(one.name, one.revision, one.path) for one in status.adapters),
         )
 
     def _trouble(self, now: float) -> str:
@@ -231,17 +253,23 @@ class WorkerLink:
 
     def _receive(self, message: pb.WorkerMessage) -> None:
         step = message.step
+        if step.HasField("status"):
+            self._take_status(step.status)
+        for reply in step.adapter_replies:
+            if (call := self._calls.get(reply.call)) is not None and not call.done():
+                call.set_result(reply)
         for row in step.rows:
             if dispatch := self._dispatches.get((row.request_id, row.attempt)):
                 dispatch.put(row)
         self._heard_at = time.monotonic()
-        if not step.HasField("status"):
-            return
-        previous, self.status = self.status, step.status
+
+    def _take_status(self, status: pb.WorkerStatus) -> None:
+        self._heard_at = time.monotonic()
+        previous, self.status = self.status, status
         self._sent_tokens = self._sent_sequences = 0
-        if previous is None or previous.steps != step.status.steps or previous.running + previous.waiting == 0:
+        if previous is None or previous.steps != status.steps or previous.running + previous.waiting == 0:
             self._moved_at = self._heard_at
-        if previous is None or previous.draining != step.status.draining:
+        if previous is None or previous.draining != status.draining or previous.adapters != status.adapters:
             self._on_change()
 
     def _lose(self, trouble: str) -> None:
@@ -251,7 +279,9 @@ class WorkerLink:
         self.trouble = trouble
         self.status = None
         self._sent_tokens = self._sent_sequences = 0
-        self._fail_all(WorkerLost(f"the stream to worker {self.member.name} broke: {trouble}"))
+        lost = WorkerLost(f"the stream to worker {self.member.name} broke: {trouble}")
+        self._fail_all(lost)
+        self._fail_calls(lost)
         if was_connected:
             self._on_change()
 
@@ -259,6 +289,11 @@ class WorkerLink:
         dispatches, self._dispatches = self._dispatches, {}
         for dispatch in dispatches.values():
             dispatch.put(error)
+
+    def _fail_calls(self, error: WorkerLost) -> None:
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
 
 
 async def _messages(queue: "asyncio.Queue[pb.RouterMessage | None]") -> AsyncIterator[pb.RouterMessage]:

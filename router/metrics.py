@@ -42,6 +42,7 @@ class RouterMetrics:
         self._migrations = Counter("headrace_migrations", "Requests moved to another worker within their answer", ["code"], registry=registry)
         self._resorts = Counter("headrace_last_resorts", "Placements for which a rule gave way", ["rule"], registry=registry)
         self._incomplete = Counter("headrace_incomplete_handoffs", "Prefills whose blocks did not all reach the decode node", registry=registry)
+        self._adapter_calls = Counter("headrace_adapter_calls", "Adapters loaded and unloaded, one for each worker", ["action", "outcome"], registry=registry)
         ProcessCollector(registry=registry)
 
     def watch(self, membership: Membership) -> None:
@@ -89,6 +90,9 @@ class RouterMetrics:
 
     def incomplete_handoff(self) -> None:
         self._incomplete.inc()
+
+    def adapter_call(self, action: str, outcome: str) -> None:
+        self._adapter_calls.labels(action, outcome if outcome == "ok" else _bounded(outcome)).inc()
 
 
 class WorkerCollector:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from protocol.errors import ContextTooLong, InvalidRequest, UnknownModel
+from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.request import GenerationRequest, Sampling
 from router.fields import (
     ENDPOINT_FIELDS,
@@ -69,10 +69,6 @@ class Inquiry:
     def shows_answer(self) -> bool:
         return self.max_tokens != 0
 
-    def check_model(self, name: str) -> None:
-        if self.model != name:
-            raise UnknownModel(f"the model {self.model!r} does not exist; this cluster serves {name!r}", field="model")
-
     def tokenize(self, tokenizer: PromptTokenizer) -> tuple[int, ...]:
         """The prompt's token ids. May take long for long texts: call it off the event loop."""
         if isinstance(self.prompt, str):
@@ -114,18 +110,18 @@ class Inquiry:
 
 def parse(body: bytes, endpoint: Endpoint) -> Inquiry:
     """Raises InvalidRequest, which names the field."""
-    raw = _decode(body)
+    raw = decode(body)
     kind = ENDPOINT_FIELDS[endpoint]
     used = {*SharedFields.__struct_fields__, *kind.__struct_fields__}
-    raw = _known(raw, used, NEUTRAL, HARMLESS)
+    raw = known(raw, used, NEUTRAL, HARMLESS)
     if isinstance(raw.get("stream_options"), dict):
-        raw["stream_options"] = _known(raw["stream_options"], {"include_usage"}, STREAM_NEUTRAL, {"include_obfuscation"}, "stream_options.")
+        raw["stream_options"] = known(raw["stream_options"], {"include_usage"}, STREAM_NEUTRAL, {"include_obfuscation"}, "stream_options.")
     if endpoint == "chat" and isinstance(raw.get("messages"), list):
         raw["messages"] = [_known_message(message, index) for index, message in enumerate(raw["messages"])]
-    shared = _convert(raw, SharedFields)
+    shared = convert(raw, SharedFields)
     if shared.stream_options is not None and not shared.stream:
         raise InvalidRequest("stream_options: only with stream = true", field="stream_options")
-    fields = _convert(raw, kind)
+    fields = convert(raw, kind)
     return _chat(shared, fields) if isinstance(fields, ChatFields) else _completion(shared, fields)
 
 
@@ -175,7 +171,8 @@ def _inquiry(
 # ---- fields -----------------------------------------------------------------------------------------------------------------------
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def decode(body: bytes) -> dict[str, Any]:
+    """A JSON object, or InvalidRequest."""
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -187,7 +184,7 @@ def _decode(body: bytes) -> dict[str, Any]:
     return raw
 
 
-def _known(raw: Mapping[str, Any], used: set[str], neutral: Mapping[str, tuple[Any, ...]], harmless: set[str], path: str = "") -> dict[str, Any]:
+def known(raw: Mapping[str, Any], used: set[str], neutral: Mapping[str, tuple[Any, ...]], harmless: set[str], path: str = "") -> dict[str, Any]:
     """The fields in use that are not null. Refuses unknown names and unsupported wishes."""
     for name, value in raw.items():
         if name in used or name in harmless:
@@ -203,7 +200,7 @@ def _known(raw: Mapping[str, Any], used: set[str], neutral: Mapping[str, tuple[A
 def _known_message(message: Any, index: int) -> Any:
     if not isinstance(message, dict):
         return message
-    return _known(message, {"role", "content"}, MESSAGE_NEUTRAL, {"name"}, f"messages[{index}].")
+    return known(message, {"role", "content"}, MESSAGE_NEUTRAL, {"name"}, f"messages[{index}].")
 
 
 def _same(value: Any, allowed: Any) -> bool:
@@ -211,7 +208,8 @@ def _same(value: Any, allowed: Any) -> bool:
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
-def _convert(raw: dict[str, Any], kind: type[T]) -> T:
+def convert(raw: dict[str, Any], kind: type[T]) -> T:
+    """Raises InvalidRequest, which names the field."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:

@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from engine.tokenizer import Tokenizer
 from protocol.errors import ConfigError, RegistryLost
 from protocol.membership import Member, Registry, new_generation
+from router.adapters import AdapterControl
 from router.app import Service, build_app
 from router.config import RouterProcessConfig
 from router.life import Spine
@@ -51,7 +52,8 @@ def new_service(config: RouterProcessConfig, membership: Membership, tokenizer: 
     metrics.watch(membership)
     policy = new_policy(config.router.policy, config.router)
     spine = Spine(config.router, membership, policy, PrefixIndex(), metrics)
-    return Service(spine, tokenizer, config.model_name, config.max_context_tokens, TimelineStore(config.router.timelines), int(time.time()))
+    adapters = AdapterControl(membership, metrics, config.model_name)
+    return Service(spine, tokenizer, config.model_name, config.max_context_tokens, TimelineStore(config.router.timelines), int(time.time()), adapters)
 
 
 async def serve(config: RouterProcessConfig, tokenizer: PromptTokenizer) -> None:
@@ -66,6 +68,7 @@ async def serve(config: RouterProcessConfig, tokenizer: PromptTokenizer) -> None
     )
     await membership.start()
     announcing = asyncio.create_task(_announce(registry, Member("router", config.name, new_generation(), address)))
+    following = asyncio.create_task(service.adapters.follow(), name="adapters")
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         while not server.started and not serving.done():  # noqa: ASYNC110  uvicorn has no event for it
@@ -75,7 +78,8 @@ async def serve(config: RouterProcessConfig, tokenizer: PromptTokenizer) -> None
         await serving
     finally:
         announcing.cancel()
-        await asyncio.gather(announcing, return_exceptions=True)
+        following.cancel()
+        await asyncio.gather(announcing, following, return_exceptions=True)
         await membership.close()
         await redis.aclose()
 

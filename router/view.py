@@ -3,12 +3,22 @@
 Invariant: a view never changes; the same view and request give the same choice.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 Phase = Literal["prefill", "decode"]
 WorkerKey = tuple[str, int]  # name, generation
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView:
+    """A LoRA adapter that a worker has. `revision`: a fingerprint of its weights."""
+
+    name: str
+    revision: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class WorkerView:
     draining: bool = False
     counters: Mapping[str, float] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
+    adapters: tuple[AdapterView, ...] = ()
 
     @property
     def key(self) -> WorkerKey:
@@ -61,6 +72,19 @@ class ClusterView:
         healthy = [worker for worker in self.workers if worker.healthy and worker.key not in excluded]
         preferred = [worker for worker in healthy if worker.prefers(phase)]
         return (preferred, False) if preferred else (healthy, bool(healthy))
+
+    @property
+    def adapters(self) -> dict[str, AdapterView]:
+        """By name, of the healthy workers; where they disagree about the weights, as most of them have it."""
+        counts = Counter(adapter for worker in self.workers if worker.healthy for adapter in worker.adapters)
+        return {adapter.name: adapter for adapter, _ in sorted(counts.items(), key=lambda item: (item[1], item[0].revision))}
+
+    def serving(self, adapter: str, revision: str) -> "ClusterView":
+        """The workers that have the adapter in this revision; all of them where none is asked for."""
+        if not adapter:
+            return self
+        able = (worker for worker in self.workers if any((one.name, one.revision) == (adapter, revision) for one in worker.adapters))
+        return ClusterView(tuple(able), self.stores)
 
     @property
     def block_tokens(self) -> int:

@@ -41,16 +41,31 @@ class PhaseService(Protocol):
         ...
 
 
+class AdapterCalls(Protocol):
+    async def answer(self, message: pb.LoadAdapter | pb.UnloadAdapter) -> pb.AdapterReply:
+        """At the message's deadline at the latest."""
+        ...
+
+
 class RouterStream:
-    """One connected router and the rows that wait to be sent to it."""
+    """One connected router and the rows and replies that wait to be sent to it."""
 
     def __init__(self) -> None:
         self._rows: list[pb.Row] = []
+        self._replies: list[pb.AdapterReply] = []
         self._fresh = asyncio.Event()
 
     def add(self, row: pb.Row) -> None:
         self._rows.append(row)
         self._fresh.set()
+
+    def reply(self, reply: pb.AdapterReply) -> None:
+        self._replies.append(reply)
+        self._fresh.set()
+
+    def take_replies(self) -> list[pb.AdapterReply]:
+        replies, self._replies = self._replies, []
+        return replies
 
     def wake(self) -> None:
         self._fresh.set()
@@ -71,9 +86,17 @@ class DataPlane:
     """gRPC servicer of `DataPlane`. `hello` says who we are; `status` is asked before each message."""
 
     def __init__(
-        self, services: dict[str, PhaseService], hello: pb.WorkerHello, status: Callable[[], pb.WorkerStatus], token: str, heartbeat_s: float = 1.0
+        self,
+        services: dict[str, PhaseService],
+        adapters: AdapterCalls,
+        hello: pb.WorkerHello,
+        status: Callable[[], pb.WorkerStatus],
+        token: str,
+        heartbeat_s: float = 1.0,
     ) -> None:
         self._services = services
+        self._adapters = adapters
+        self._calls: set[asyncio.Task[None]] = set()
         self._hello = hello
         self._status = status
         self._token = token
@@ -117,7 +140,7 @@ class DataPlane:
             while not reader.done() and not self._closing:
                 rows = await stream.rows(self._heartbeat_s)
                 self._drop_done()
-                yield pb.WorkerMessage(step=pb.Step(rows=rows, status=self._status()))
+                yield pb.WorkerMessage(step=pb.Step(rows=rows, status=self._status(), adapter_replies=stream.take_replies()))
         finally:
             reader.cancel()
             for job, owner in self._jobs.values():
@@ -131,6 +154,10 @@ class DataPlane:
                 owned = self._jobs.get((message.abort.request_id, message.abort.attempt))
                 if owned is not None:
                     owned[0].abort()
+            elif kind in ("load_adapter", "unload_adapter"):
+                call = asyncio.create_task(self._answer(getattr(message, kind), stream))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
             elif kind in self._services:
                 self._start(self._services[kind], getattr(message, kind), stream)
         stream.wake()  # the writer sees that the reader is done
@@ -148,6 +175,9 @@ class DataPlane:
             stream.add(pb.Row(request_id=key[0], attempt=key[1], finish_reason="error", error_code=HeadraceError.code, error_message=words))
             return
         self._jobs[job.key] = (job, stream)
+
+    async def _answer(self, message: pb.LoadAdapter | pb.UnloadAdapter, stream: RouterStream) -> None:
+        stream.reply(await self._adapters.answer(message))
 
     def _drop_done(self) -> None:
         for key in [key for key, (job, _) in self._jobs.items() if job.is_done]:

@@ -34,6 +34,7 @@ from protocol.channel import VERSION, new_server
 from protocol.errors import HeadraceError, RegistryLost
 from protocol.membership import Member, Registry, new_generation
 from transport.endpoint import open_endpoint
+from worker.adapters import AdapterReader, AdapterService
 from worker.config import WorkerConfig
 from worker.data_plane import DataPlane, PhaseService
 
@@ -68,7 +69,10 @@ class WorkerProcess:
         self._mover = BlockMover(self._endpoint, layout, num_blocks, config.store.codec, STAGING_SLOTS, config.transport.backend)
         runner = open_runner(config.engine, Path(config.model_path), model, self._mover.pool)
         warm_up(runner)
-        self._engine = Engine(config.engine, num_blocks, runner, Tokenizer(Path(config.model_path)), self._salt, self._deliver)
+        self._model = model
+        self._adapters = AdapterReader(model, config.engine)
+        tokenizer = Tokenizer(Path(config.model_path))
+        self._engine = Engine(config.engine, num_blocks, runner, tokenizer, self._salt, self._deliver, self._adapters.configured())
         self._engine.start()
         self._layout = layout
         self._thread.start()
@@ -115,7 +119,7 @@ class WorkerProcess:
             "decode": DecodeService(self._engine, loader, block_tokens, HANDOFF_WAIT_S),
         }
         hello = pb.WorkerHello(version=VERSION, name=config.name, generation=self._generation, role=config.role, node=config.node, revision=config.revision)
-        self._plane = DataPlane(services, hello, self._worker_status, config.token)
+        self._plane = DataPlane(services, AdapterService(self._engine, self._adapters), hello, self._worker_status, config.token)
         self._server = new_server()
         rpc.add_DataPlaneServicer_to_server(self._plane, self._server)  # type: ignore[arg-type]
         port = self._server.add_insecure_port(f"{config.host}:{config.port}")
@@ -127,6 +131,7 @@ class WorkerProcess:
             "salt": self._salt,
             "block_tokens": str(block_tokens),
             "block_bytes": str(self._layout.block_bytes),
+            "hidden_size": str(self._model.hidden_size),
             "pid": str(os.getpid()),
         }
         self._member = Member("worker", config.name, self._generation, f"{config.host}:{port}", config.node, attributes)
@@ -165,6 +170,7 @@ class WorkerProcess:
             blocks_free=status.blocks_free,
             blocks_cached=status.blocks_cached,
             draining=self._draining,
+            adapters=[pb.Adapter(name=adapter.name, revision=adapter.revision, path=adapter.path) for adapter in status.adapters],
             counters=status.counters | self._mover.counters() | {"jobs": self._plane.num_jobs, "store_connected": float(self._local.connected)},
         )
 

@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from fakes.lora import write_adapter
 from fakes.model import write_tiny_model
 
 from engine.config import EngineConfig
 from engine.engine import Chunk, Engine, Event, Exported, Failed, Load
+from engine.lora import load_adapter
 from engine.model_config import ModelConfig
 from engine.runner import open_runner
 from engine.sequence import Export, SequenceKey, Submission
@@ -63,7 +66,7 @@ class Outcome:
         self.prompt_logprobs += [TokenLogprob.from_message(one.to_message()) for one in chunk.prompt_logprobs]
 
 
-# What a feature asks for, given the answer without it. "sample" is a field of the request, the others are Sampling's.
+# What a feature asks for, given the answer without it. "sample" and "adapter" are fields of the request, the others are Sampling's.
 Feature = Callable[[Outcome], dict[str, Any]]
 FEATURES: dict[str, Feature] = {
     "temperature": lambda _: {"temperature": 1.8, "seed": 5},
@@ -86,6 +89,7 @@ FEATURES: dict[str, Feature] = {
     "stop_token_ids": lambda it: {"stop_token_ids": (it.tokens[-5:][0],)},
     "logprobs": lambda _: {"logprobs": 3},
     "prompt_logprobs": lambda _: {"prompt_logprobs": 2},
+    "adapter": lambda _: {"adapter": "red"},
 }
 
 
@@ -99,7 +103,10 @@ class Side:
         self._block_bytes = layout.block_bytes
         self.pool = np.zeros(blocks * layout.block_bytes, np.uint8)
         runner = open_runner(config, model_path, model, self.pool)
-        self.engine = Engine(config, blocks, runner, Tokenizer(model_path), "salt", lambda some: [events.put((name, event)) for event in some] and None)
+        adapters = [load_adapter("red", model_path / "red", model, torch.float32, 64)]
+        self.engine = Engine(
+            config, blocks, runner, Tokenizer(model_path), "salt", lambda some: [events.put((name, event)) for event in some] and None, adapters
+        )
         self.engine.start()
 
     def block(self, index: int) -> np.ndarray:
@@ -175,13 +182,15 @@ def wired(request: GenerationRequest) -> GenerationRequest:
 
 def asked(name: str, wishes: dict[str, Any]) -> GenerationRequest:
     wishes = BASE | wishes
-    sample = wishes.pop("sample", 0)
-    return GenerationRequest(name, PROMPT, Sampling(**wishes), time.time() + 120, sample=sample)
+    fields = {field: wishes.pop(field) for field in ("sample", "adapter") if field in wishes}
+    return GenerationRequest(name, PROMPT, Sampling(**wishes), time.time() + 120, **fields)
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
+    path = write_tiny_model(tmp_path_factory.mktemp("model"))
+    write_adapter(path / "red", path, size=0.2)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +332,7 @@ def test_prompt_logprobs_are_those_of_an_answer_with_the_same_tokens(pair: Pair,
 
 def test_what_an_engine_cannot_do_is_refused(pair: Pair) -> None:
     for request in (asked("grammar", {"grammar": Grammar("regex", "a+")}), replace(asked("adapter", {}), adapter="lora")):
-        with pytest.raises(AssertionError, match="not supported yet"):
+        with pytest.raises(AssertionError, match=r"not supported yet|is not loaded here"):
             pair.run([request])
     with pytest.raises(AssertionError, match="no token that may come next"):
         pair.run([asked("hopeless", {"bad_words": tuple((token,) for token in range(264))})])

@@ -29,6 +29,16 @@ def logprob(token: int, num_top: int) -> pb.TokenLogprob:
     return pb.TokenLogprob(token=token, logprob=-1.0, rank=2, top_tokens=top, top_logprobs=[-0.5 * (index + 1) for index in range(len(top))])
 
 
+def revision_of(path: str) -> str:
+    return f"r{len(path)}"
+
+
+def embedding_of(prompt: list[int]) -> list[float]:
+    """Four values of length 1."""
+    values = [sum(prompt) + index * len(prompt) for index in range(4)]
+    return [value / sum(other * other for other in values) ** 0.5 for value in values]
+
+
 @dataclass
 class Faults:
     """`die_after`: the process ends after so many tokens. `freeze_after`: nothing is said any more, heartbeats included. `wedge_after`: heartbeats go on,
@@ -61,6 +71,9 @@ class FakeWorker:
     decodes: list[pb.Decode] = field(default_factory=list)
     aborts: list[pb.Abort] = field(default_factory=list)
     address: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)  # name -> path; the revision is made of the path
+    refuses_adapters: str = ""  # the code of the error that answers a load
+    adapter_calls: list[str] = field(default_factory=list)
     steps: int = 0
     frozen: bool = False
     wedged: bool = False
@@ -132,6 +145,7 @@ class FakeWorker:
             blocks_total=100,
             blocks_free=100 - self.running,
             draining=self.draining,
+            adapters=[pb.Adapter(name=name, path=path, revision=revision_of(path)) for name, path in self.adapters.items()],
             counters={"steps": self.steps, "Not A Name!": 1},
         )
 
@@ -143,12 +157,24 @@ class FakeWorker:
                 job = self._jobs.pop((message.abort.request_id, message.abort.attempt), None)
                 if job is not None:
                     job.cancel()
+            elif kind in ("load_adapter", "unload_adapter"):
+                outbox.put_nowait(pb.WorkerMessage(step=pb.Step(adapter_replies=[self._adapter(kind, getattr(message, kind))], status=self.status())))
             elif kind == "prefill":
                 self.prefills.append(message.prefill)
                 self._spawn(message.prefill.request, outbox, self._prefill(message.prefill, outbox))
             elif kind == "decode":
                 self.decodes.append(message.decode)
                 self._spawn(message.decode.request, outbox, self._decode(message.decode, outbox))
+
+    def _adapter(self, kind: str, message: Any) -> pb.AdapterReply:
+        self.adapter_calls.append(f"{kind} {message.name}")
+        if kind == "load_adapter" and self.refuses_adapters:
+            return pb.AdapterReply(call=message.call, error_code=self.refuses_adapters, error_message="as told")
+        if kind == "load_adapter":
+            self.adapters[message.name] = message.path
+        elif self.adapters.pop(message.name, None) is None:
+            return pb.AdapterReply(call=message.call, error_code="model_not_found", error_message="not here")
+        return pb.AdapterReply(call=message.call)
 
     def _spawn(self, request: pb.Request, outbox: "asyncio.Queue[pb.WorkerMessage]", work: Any) -> None:
         key = (request.request_id, request.attempt)
@@ -178,6 +204,11 @@ class FakeWorker:
     async def _decode(self, message: pb.Decode, outbox: "asyncio.Queue[pb.WorkerMessage]") -> None:
         request = message.request
         start = len(request.output_tokens)
+        if request.pooling:
+            row = pb.Row(request_id=request.request_id, attempt=request.attempt, finish_reason="stop", embedding=embedding_of(list(request.prompt_tokens)))
+            if not await self._fault(request, 0, outbox):
+                self._say(outbox, row)
+            return
         last = min(request.sampling.max_tokens, self.eos_after or 1_000_000)
         for position in range(start, last):
             if await self._fault(request, position, outbox):
@@ -194,6 +225,9 @@ class FakeWorker:
         prompt, sampling = list(request.prompt_tokens), request.sampling
         token = answer_token(prompt, position, request.sample)
         row = pb.Row(request_id=request.request_id, attempt=request.attempt, tokens=[token], text=f"t{token} ", finish_reason=ends)
+        if request.adapter:
+            assert request.adapter_revision == revision_of(self.adapters[request.adapter])
+            row.text = f"{request.adapter}:{row.text}"
         if sampling.HasField("logprobs"):
             row.logprobs.append(logprob(token, sampling.logprobs))
         if sampling.HasField("prompt_logprobs") and position == 0:

@@ -47,6 +47,7 @@ def test_a_worker_has_as_many_threads_as_cores_and_its_own_differences() -> None
         ("redis.url=unix:///tmp/r.sock", ("redis", "url"), "unix:///tmp/r.sock"),
         ("redis.url=null", ("redis", "url"), None),
         ("engine.prefix_cache=false", ("engine", "prefix_cache"), False),
+        ("engine.lora.adapters.sql=/folder", ("engine", "lora", "adapters"), {"sql": "/folder"}),
         ("deadlines.drain_s=2.5", ("deadlines", "drain_s"), 2.5),
         ("nodes[0].name=left", ("nodes", 0, "name"), "left"),
         ("nodes.1.workers.0.cores=[3]", ("nodes", 1, "workers", 0, "cores"), (3,)),
@@ -101,6 +102,10 @@ def test_refusals_name_the_full_path(text: str, settings: tuple[str, ...], words
     [
         (("engine.block_tokens=48",), "engine.block_tokens: 48 is not a multiple of 32"),
         (("engine.kv_cache_bytes=0",), "engine.kv_cache_bytes: must be positive"),
+        (("engine.lora.max_rank=0",), "engine.lora.max_rank: must be positive"),
+        (("engine.lora.adapters.sql=folder",), "engine.lora.adapters.sql: 'folder' is not absolute"),
+        (("engine.lora.adapters.a b=/folder",), "engine.lora.adapters: 'a b' is not a name"),
+        (("engine.lora.adapters.sql=/folder", "engine.lora.max_loaded=0"), "engine.lora.max_loaded: 0 is less than the 1 adapters named"),
         (("nodes.1.workers.0.engine.chunk_tokens=-1",), "nodes[1].workers[0].engine.chunk_tokens: must be positive"),
         (("nodes.1.workers.0.engine.block_tokens=64",), "nodes[1].workers[0].engine: block_tokens and dtype must be the cluster's"),
         (("nodes.1.name=node-a",), "nodes[1].name: 'node-a' is taken by nodes[0]"),
