@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
-from protocol.errors import BodyTooLarge, Cancelled, HeadraceError, Overloaded, Unavailable
+from protocol.errors import BodyTooLarge, Cancelled, DeadlineExceeded, HeadraceError, Overloaded, Unavailable
 from protocol.instants import Instant
 from protocol.request import GenerationRequest
 from router.adapters import AdapterControl
@@ -35,6 +35,7 @@ from router.timeline import Timeline, TimelineStore
 from router.view import AdapterView
 
 TIMEOUT_HEADERS = ("x-request-timeout-s", "x-headrace-deadline-s")
+BODY_S = 30.0  # for a client to send its whole request
 LONG_PROMPT_CHARACTERS = 16_384  # from here on tokenising leaves the event loop
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _REPLIES: dict[Endpoint, type[ChatReply] | type[CompletionReply]] = {"chat": ChatReply, "completion": CompletionReply}
@@ -306,14 +307,18 @@ def _with_adapter(request: GenerationRequest, adapter: AdapterView | None) -> Ge
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """The whole body, never more than `limit` bytes in memory."""
+    """The whole body, never more than `limit` bytes in memory, within BODY_S."""
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLarge(f"the body is larger than {limit} bytes")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise BodyTooLarge(f"the body is larger than {limit} bytes")
+                parts.append(part)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body did not come within {BODY_S:g} s", stage=Instant.RECEIVED) from None
     return b"".join(parts)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -254,3 +255,15 @@ async def test_a_long_prompt_is_tokenised_beside_the_event_loop() -> None:
     async with cluster(pair(), max_context_tokens=50_000) as made, served(made) as url, client(url) as ai:
         answer = await ai.completions.create(model=MODEL, prompt="x" * 40_000, max_tokens=2)
     assert answer.usage is not None and answer.usage.prompt_tokens == 40_001
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.app.BODY_S", 0.05)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b'{"model": '
+        await asyncio.sleep(5)
+
+    async with cluster(pair()) as made, served(made) as url, web() as http:
+        reply = await http.post(f"{url}/v1/completions", content=half())
+        assert (reply.status_code, reply.json()["error"]["code"], reply.json()["error"]["stage"]) == (504, "deadline_exceeded", "received")
