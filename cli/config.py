@@ -4,6 +4,7 @@ Invariant: a HeadraceConfig that `load_config` returns can start on this machine
 """
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +17,12 @@ from msgspec.inspect import DictType, StructType, Type, UnionType, VarTupleType,
 
 from cluster.config import HeadraceConfig, NodeEntry, WorkerEntry, worker_engine
 from engine.config import EngineConfig, LoraConfig
+from kvstore.codec import CODECS
+from kvstore.eviction import EVICTION
 from protocol.errors import ConfigError
 from protocol.request import ADAPTER_NAME
+from router.policies import POLICIES
+from transport.endpoint import TRANSPORTS
 
 _ROOT = type_info(HeadraceConfig)
 _ENGINE = type_info(EngineConfig)
@@ -174,6 +179,7 @@ def _check(config: HeadraceConfig, cores: set[int]) -> None:
             raise ConfigError(f"{path}.engine: block_tokens and dtype must be the cluster's: workers exchange blocks", field=f"{path}.engine")
     for n, node in enumerate(config.nodes):
         _check_cores(f"nodes[{n}].store_cores", node.store_cores, cores, config)
+    _check_rows(config)
     _check_cluster(config)
 
 
@@ -218,6 +224,20 @@ def _check_lora(path: str, lora: LoraConfig) -> None:
         raise ConfigError(f"{path}.max_rank: must be positive", field=f"{path}.max_rank")
     if lora.max_loaded < len(lora.adapters):
         raise ConfigError(f"{path}.max_loaded: {lora.max_loaded} is less than the {len(lora.adapters)} adapters named", field=f"{path}.max_loaded")
+
+
+def _check_rows(config: HeadraceConfig) -> None:
+    """Names of rows; those of the engine's tables are checked beside torch, in the workers."""
+    rows: dict[str, tuple[str, Iterable[str]]] = {
+        "router.policy": (config.router.policy, POLICIES),
+        "transport.backend": (config.transport.backend, TRANSPORTS),
+        "store.codec": (config.store.codec, CODECS),
+        "store.eviction": (config.store.eviction, EVICTION),
+        "log_level": (config.log_level, logging.getLevelNamesMapping()),
+    }
+    for field, (name, table) in rows.items():
+        if name not in table:
+            raise ConfigError(f"{field}: {name!r} is none of {', '.join(table)}", field=field)
 
 
 def _check_cluster(config: HeadraceConfig) -> None:

@@ -122,6 +122,9 @@ def test_refusals_name_the_full_path(text: str, settings: tuple[str, ...], words
         (("ray.logical_cpus=2",), "ray.logical_cpus: 5 processes need one each"),
         (("deadlines.hang_s=0",), "deadlines.hang_s: must be positive"),
         (("cluster=My Cluster",), "cluster: 'My Cluster' is not a name"),
+        (("router.policy=best",), "router.policy: 'best' is none of always_disaggregate, cache_aware, least_loaded"),
+        (("transport.backend=pigeon",), "transport.backend: 'pigeon' is none of nixl, shm, tcp"),
+        (("log_level=LOUD",), "log_level: 'LOUD' is none of "),
     ],
 )
 def test_what_types_cannot_say_is_checked(settings: tuple[str, ...], words: str) -> None:
