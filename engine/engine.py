@@ -19,10 +19,11 @@ from engine.batch_builder import build_batch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
+from engine.guide import Guides, mask_of
 from engine.runner import Runner
 from engine.sampler import Choice, Chosen, choose, score
 from engine.scheduler import LoadItem, Plan, Scheduler
-from engine.sequence import Export, Sequence, SequenceKey, Submission
+from engine.sequence import Export, Sequence, SequenceKey, SequenceState, Submission
 from engine.stopwatch import Stopwatch
 from engine.tokenizer import Tokenizer
 from kvstore.hashing import salt_of
@@ -31,6 +32,8 @@ from protocol.logprobs import TokenLogprob
 from protocol.request import GenerationRequest
 
 log = logging.getLogger(__name__)
+
+GUIDE_WAIT_S = 0.002  # for the forced tokens after a step; what takes longer comes a step later
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class Engine:
         self._commands: list[Callable[[], None]] = []
         self._events: list[Event] = []
         self._pinned: Counter[int] = Counter()
+        self._guides = Guides(tokenizer, config.grammar_cache_bytes, config.reasoning_marks, self._command)
         self._arrivals = 0
         self._wake = threading.Condition()
         self._closing = False
@@ -124,6 +128,7 @@ class Engine:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout_s)
+        self._guides.close()
 
     @property
     def is_alive(self) -> bool:
@@ -185,6 +190,7 @@ class Engine:
             self._events.append(Admitted(sequence))
             self._export(sequence, range(sequence.num_named), admitted=True)
         self._events += [Load(sequence, items) for sequence, items in plan.loads]
+        plan.scheduled = [(sequence, num_tokens) for sequence, num_tokens in plan.scheduled if not sequence.waits_for_guide]
         if plan.scheduled:
             self._flush()
             self._steps(plan)
@@ -208,19 +214,50 @@ class Engine:
             logits = self._runner.run(batch)
             self._stopwatch.lap("run_s")
             score_prompts(plan, logits[len(done) :])
-            chosen = choose(logits[: len(done)], [choice_of(sequence) for sequence in done])
+            turns = [turn_of(sequence, self._tokenizer.vocab_size) for sequence in done]
+            rows = [row for row, turn in enumerate(turns) if turn.choice is not None]
+            choices = [turn.choice for turn in turns if turn.choice is not None]
+            chosen = choose(logits[: len(done)] if len(rows) == len(done) else logits[rows], choices)
         except Exception as error:
             self._fail_batch(plan, error)
             return
         self._stopwatch.lap("sample_s")
+        held = {sequence for sequence, turn in zip(done, turns, strict=True) if turn.is_held}
+        self._counters["grammar_waits"] += len(held)
         for sequence, num_tokens in plan.scheduled:
-            sequence.advance(num_tokens)
+            sequence.advance(num_tokens - (sequence in held))
             self._export(sequence, self._scheduler.name_blocks(sequence))
-        for sequence, one in zip(done, chosen, strict=True):
-            self._take(sequence, one)
+        for row, one in zip(rows, chosen, strict=True):
+            self._take(done[row], one)
+        for sequence, turn in zip(done, turns, strict=True):
+            self._take_forced(sequence, turn.forced)
+        self._look_ahead([sequence for sequence in done if sequence not in held])
         self._counters["steps"] += 1
         self._counters["scheduled_tokens"] += sum(num_tokens for _, num_tokens in plan.scheduled)
         self._stopwatch.lap("update_s")
+
+    def _look_ahead(self, grown: list[Sequence]) -> None:
+        """Follow the grammars, and let the next step compute what they force at once; masks come while it runs."""
+        guided = [(sequence, sequence.guide) for sequence in grown if sequence.guide is not None and sequence.state is not SequenceState.FINISHED]
+        if not guided:
+            return
+        for _, guide in guided:
+            self._guides.follow(guide)
+        self._guides.wait((guide for _, guide in guided), GUIDE_WAIT_S)
+        for sequence, guide in guided:
+            if self._take_forced(sequence, forced_of(sequence)) and sequence.state is not SequenceState.FINISHED:
+                self._guides.follow(guide)
+
+    def _take_forced(self, sequence: Sequence, tokens: tuple[int, ...]) -> int:
+        """Append what must come anyway; how many tokens that were."""
+        taken = 0
+        for token in tokens:
+            if sequence.state is SequenceState.FINISHED or token in sequence.rules.banned:
+                break
+            self._take(sequence, Chosen(token))
+            taken += 1
+        self._counters["forced_tokens"] += taken
+        return taken
 
     def _fail_batch(self, plan: Plan, error: Exception) -> None:
         log.exception("step failed")
@@ -302,7 +339,14 @@ class Engine:
         elif sequence.key in self._scheduler:
             self._events.append(Failed(sequence, HeadraceError(f"request {sequence.key} is here already")))
         else:
+            if request.sampling.grammar is not None:
+                sequence.guide = self._guides.open(request, lambda error: self._refuse(sequence, error))
             self._scheduler.add(sequence)
+
+    def _refuse(self, sequence: Sequence, error: HeadraceError) -> None:
+        if self._scheduler.get(sequence.key) is sequence:
+            self._scheduler.finish(sequence)
+            self._events.append(Failed(sequence, error))
 
     def _abort(self, key: SequenceKey) -> None:
         sequence = self._scheduler.get(key)
@@ -334,7 +378,7 @@ class Engine:
             blocks_total=counts.total,
             blocks_free=counts.free,
             blocks_cached=counts.cached,
-            counters=dict(self._counters),
+            counters=dict(self._counters) | self._guides.counters(),
         )
         if self._events:
             events, self._events = self._events, []
@@ -357,12 +401,41 @@ def stage_of(sequence: Sequence) -> str:
 
 def unsupported_by_engine(request: GenerationRequest) -> str:
     """The field of a request that this engine would have to ignore; empty where there is none."""
-    return "grammar" if request.sampling.grammar is not None else "adapter" if request.adapter else ""
+    return "adapter" if request.adapter else ""
 
 
-def choice_of(sequence: Sequence) -> Choice:
-    request = sequence.request
-    return Choice(request.sampling, sequence.num_tokens, request.sample, sequence.rules)
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What follows a sequence's logits: a choice, tokens that must come, or neither while its guide is behind."""
+
+    choice: Choice | None = None
+    forced: tuple[int, ...] = ()
+
+    @property
+    def is_held(self) -> bool:
+        return self.choice is None and not self.forced
+
+
+def turn_of(sequence: Sequence, vocab_size: int) -> Turn:
+    request, mask = sequence.request, None
+    if sequence.guide is not None:
+        sequence.guide.is_overdue = True  # before the look: guidance that comes after it wakes the engine
+        if (guidance := sequence.guide.guidance) is None:
+            return Turn()
+        mask = guidance.mask
+        if forced := forced_of(sequence):
+            return Turn(forced=forced)
+        if guidance.forced and guidance.forced[0] not in sequence.rules.banned:  # the forced token comes, and its logprobs are wanted
+            mask = mask_of(guidance.forced[:1], vocab_size)
+    return Turn(Choice(request.sampling, sequence.num_tokens, request.sample, sequence.rules, mask))
+
+
+def forced_of(sequence: Sequence) -> tuple[int, ...]:
+    """Tokens that may be appended without their logits; none where these are wanted."""
+    guidance = sequence.guide.guidance if sequence.guide is not None else None
+    if guidance is None or sequence.request.sampling.logprobs is not None or any(token in sequence.rules.banned for token in guidance.forced[:1]):
+        return ()
+    return guidance.forced
 
 
 def score_prompts(plan: Plan, logits: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -141,13 +141,15 @@ class Guide:
 class Guides:
     """Those of one engine. `on_engine` runs a command on the engine thread and wakes it."""
 
-    def __init__(self, tokenizer: Tokenizer, cache_bytes: int, reasoning_marks: tuple[str, str] | None, on_engine: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, cache_bytes: int, reasoning_marks: tuple[str, str] | None, on_engine: Callable[[Callable[[], None]], None]
+    ) -> None:
         self._tokenizer = tokenizer
         self._cache_bytes = cache_bytes
         self._marks = _mark_ids(tokenizer, reasoning_marks)
         self._on_engine = on_engine
         self._jobs: queue.SimpleQueue[tuple[Guide, list[int], int] | None] = queue.SimpleQueue()
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, float] = defaultdict(float)
         self._fresh = threading.Condition()
         self._lock = threading.Lock()
         self._grammars: Grammars | None = None
@@ -175,7 +177,7 @@ class Guides:
             self._fresh.wait_for(lambda: all(guide.guidance is not None for guide in asked), timeout_s)
 
     def counters(self) -> dict[str, float]:
-        """grammar_tokens, grammar_s (time to follow them and to make their masks), grammars_compiled, grammar_compile_s, grammars_refused, grammar_cache_bytes."""
+        """grammar_masks and grammar_s (what following and masking took), grammars_compiled, grammar_compile_s, grammars_refused, grammar_cache_bytes."""
         return dict(self._counters)
 
     def close(self) -> None:
@@ -203,7 +205,7 @@ class Guides:
             self._refuse(guide, Unavailable(f"the grammar was not compiled: {error}"))
             return
         self._counters["grammars_compiled"] += 1
-        self._counters["grammar_compile_s"] += time.monotonic() - started  # type: ignore[assignment]
+        self._counters["grammar_compile_s"] += time.monotonic() - started
         self._counters["grammar_cache_bytes"] = grammars.cached_bytes
         self._on_engine(lambda: self.follow(guide))
 
@@ -234,8 +236,8 @@ class Guides:
                 log.exception("a grammar could not be followed")
                 self._refuse(guide, HeadraceError(f"the grammar could not be followed: {error}"))
                 continue
-            self._counters["grammar_tokens"] += 1
-            self._counters["grammar_s"] += spent  # type: ignore[assignment]
+            self._counters["grammar_masks"] += 1
+            self._counters["grammar_s"] += spent
             with self._fresh:
                 self._fresh.notify()
             if guide.is_overdue:
