@@ -33,9 +33,9 @@ def parse_grammar(kind: str, text: str) -> xgrammar.Grammar:
     try:
         grammar = _parse(kind, text)
     except (RuntimeError, ValueError) as error:
-        raise InvalidRequest(f"{kind}: {_plain(error)}", field="grammar") from None
+        raise InvalidRequest(f"{kind}: {_plain(error)}") from None
     if not _can_end(grammar):
-        raise InvalidRequest(f"{kind}: no answer that matches it could ever end", field="grammar")
+        raise InvalidRequest(f"{kind}: no answer that matches it could ever end")
     return grammar
 
 
@@ -50,7 +50,7 @@ def _parse(kind: str, text: str) -> xgrammar.Grammar:
         return xgrammar.Grammar.from_ebnf(text)
     if kind == "choice":
         return xgrammar.Grammar.from_ebnf("root ::= " + " | ".join(map(_literal, json.loads(text))))
-    raise InvalidRequest(f"grammar kind {kind!r} is unknown", field="grammar")
+    raise InvalidRequest(f"grammar kind {kind!r} is unknown")
 
 
 def _literal(text: str) -> str:

@@ -119,10 +119,10 @@ def _try_out(compiled: xgrammar.CompiledGrammar, info: xgrammar.TokenizerInfo, k
             matcher.fill_next_token_bitmask(mask)
             matcher.find_jump_forward_string()
             if time.process_time() - started > STEP_LIMIT_S:
-                raise InvalidRequest(f"{kind}: too ambiguous to be followed token by token", field="grammar")
+                raise InvalidRequest(f"{kind}: too ambiguous to be followed token by token")
             allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8)[0], bitorder="little"))
             if not len(allowed):
-                raise InvalidRequest(f"{kind}: no text of this model's tokens matches it", field="grammar")
+                raise InvalidRequest(f"{kind}: no text of this model's tokens matches it")
             matcher.accept_token(int(random.choice(allowed)))
             if matcher.is_terminated():
                 break

@@ -140,7 +140,7 @@ class CompilerProcess:
             if "grammar" in answer:
                 question.set_result(answer["grammar"])
             else:
-                question.set_exception(InvalidRequest(answer["error"], field="grammar"))
+                question.set_exception(InvalidRequest(answer["error"]))
         with self._lock:
             lost, self._questions = list(self._questions.values()), {}
         if lost:

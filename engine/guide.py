@@ -108,7 +108,7 @@ class Guide:
                 return
             self._span = Span.ANSWER
         if not self._matcher.is_terminated() and not self._matcher.accept_token(token):
-            raise InvalidRequest(f"{self.grammar.kind}: the answer so far does not match: token {token}", field="grammar")
+            raise InvalidRequest(f"{self.grammar.kind}: the answer so far does not match: token {token}", field=self.grammar.field)
 
     def _mask(self, tokenizer: Tokenizer) -> torch.Tensor | None:
         assert self._matcher is not None
@@ -196,8 +196,11 @@ class Guides:
             grammars = self._library()
             compiled: CompiledGrammar = grammars.compile(guide.grammar)
             guide.begin(GrammarMatcher(compiled))
-        except HeadraceError as error:
+        except InvalidRequest as error:  # perhaps of another request with the same grammar
             self._counters["grammars_refused"] += 1
+            self._refuse(guide, InvalidRequest(error.message, field=guide.grammar.field))
+            return
+        except HeadraceError as error:
             self._refuse(guide, error)
             return
         except Exception as error:
@@ -228,7 +231,7 @@ class Guides:
                 guide.follow(tokens, num_output, self._tokenizer)
                 spent = time.perf_counter() - started
                 if spent > STEP_LIMIT_S:
-                    raise InvalidRequest(f"{guide.grammar.kind}: too ambiguous to be followed token by token", field="grammar")
+                    raise InvalidRequest(f"{guide.grammar.kind}: too ambiguous to be followed token by token", field=guide.grammar.field)
             except HeadraceError as error:
                 self._refuse(guide, error)
                 continue

@@ -81,7 +81,7 @@ class Times:
 
 
 class Sequence:
-    """`rules`, `guide`: what the request and its grammar say about the next token. `prompt_logprobs`: of the prompt's second token and on, as far as computed."""
+    """`rules`, `guide`: what the request and its grammar say about the next token. `prompt_logprobs`: from the prompt's second token on, as computed."""
 
     def __init__(
         self, submission: Submission, block_tokens: int, salt: bytes, detokenizer: Detokenizer, arrival: int, eos_token_ids: Collection[int] = ()
