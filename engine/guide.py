@@ -71,6 +71,7 @@ class Guide:
         self._span = _span_of(request.prompt_tokens, marks)
         self._latest: Guidance | None = None
         self._matcher: GrammarMatcher | None = None
+        self._only: torch.Tensor | None = None
 
     def push(self, token: int) -> None:
         self.unfollowed.append(token)
@@ -85,8 +86,10 @@ class Guide:
 
     # ---- guides' thread
 
-    def begin(self, matcher: "GrammarMatcher") -> None:
+    def begin(self, matcher: "GrammarMatcher", json_tokens: torch.Tensor) -> None:
+        """`json_tokens`: mask of what JSON may contain."""
         self._matcher = matcher
+        self._only = json_tokens if self.grammar.kind in ("json_schema", "json_object") else None
 
     def follow(self, tokens: Iterable[int], num_output: int, tokenizer: Tokenizer) -> Guidance:
         """Go on by `tokens`. InvalidRequest where they break the grammar."""
@@ -118,6 +121,8 @@ class Guide:
             return mask_of(tokenizer.stop_token_ids, tokenizer.vocab_size)
         mask = torch.empty(1, -(-tokenizer.vocab_size // 32), dtype=torch.int32)
         self._matcher.fill_next_token_bitmask(mask)
+        if self._only is not None:
+            mask[0] &= self._only
         if self._span is Span.BEFORE and self._marks is not None:
             mask[0] |= mask_of(self._marks[:1], tokenizer.vocab_size)
         return mask[0]
@@ -153,6 +158,7 @@ class Guides:
         self._fresh = threading.Condition()
         self._lock = threading.Lock()
         self._grammars: Grammars | None = None
+        self._json_tokens = torch.empty(0, dtype=torch.int32)
         self._compilers = ThreadPoolExecutor(COMPILATIONS, thread_name_prefix="grammars")
         self._thread: threading.Thread | None = None
 
@@ -195,7 +201,7 @@ class Guides:
 
             grammars = self._library()
             compiled: CompiledGrammar = grammars.compile(guide.grammar)
-            guide.begin(GrammarMatcher(compiled))
+            guide.begin(GrammarMatcher(compiled), self._json_tokens)
         except InvalidRequest as error:  # perhaps of another request with the same grammar
             self._counters["grammars_refused"] += 1
             self._refuse(guide, InvalidRequest(error.message, field=guide.grammar.field))
@@ -217,6 +223,7 @@ class Guides:
 
         with self._lock:
             if self._grammars is None:
+                self._json_tokens = json_tokens(self._tokenizer)
                 self._grammars = Grammars(self._tokenizer, self._cache_bytes)
             return self._grammars
 
@@ -253,6 +260,11 @@ def mask_of(tokens: Iterable[int], vocab_size: int) -> torch.Tensor:
     bits[list(tokens)] = True
     words = (bits.view(-1, 32).to(torch.int64) << torch.arange(32)).sum(dim=-1)
     return words.to(torch.int32)  # wraps: bit 31 is the sign
+
+
+def json_tokens(tokenizer: Tokenizer) -> torch.Tensor:
+    """Mask of the tokens without control characters: JSON has them escaped alone, and the grammars of bounded strings do not say so."""
+    return mask_of((token for token in range(tokenizer.vocab_size) if min(tokenizer.token_bytes(token), default=32) >= 32), tokenizer.vocab_size)
 
 
 def _span_of(prompt: Iterable[int], marks: tuple[int, int] | None) -> Span:

@@ -4,6 +4,7 @@ weaken, and the bounds; knows nothing of the compiler itself.
 Invariant: whatever matches the grammar of a schema that passes here is valid against the schema. `format` is checked by its shape alone: 2026-02-31 is a date.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -78,6 +79,7 @@ FORMATS = {
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _MAY_BE_FALSE = {"additionalProperties", "items", "unevaluatedItems", "unevaluatedProperties"}
+_ESCAPED_IN_JSON = re.compile(r'["\x00-\x1f]|\\[\\"ntrfv0xucb]')  # what JSON writes with a backslash, which the compiler's patterns do not
 _IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}  # the types that schemas without one mean by these
 
 
@@ -213,8 +215,9 @@ def _check_values(schema: Mapping[str, Any], path: str, said: set[str]) -> None:
             raise _refused(f"{path}.{name}", "must be a number between -1e15 and 1e15")
     if "multipleOf" in said and (not isinstance(schema["multipleOf"], int) or not 1 <= schema["multipleOf"] <= 10_000 or schema.get("type") != "integer"):
         raise _refused(f"{path}.multipleOf", "must be a whole number, at most 10000, and the type integer")
-    if "pattern" in said and not isinstance(schema["pattern"], str):
-        raise _refused(f"{path}.pattern", "must be a string")
+    for pattern in [*([schema["pattern"]] if "pattern" in said else []), *schema.get("patternProperties", {})]:
+        if not isinstance(pattern, str) or _ESCAPED_IN_JSON.search(pattern):
+            raise _refused(f"{path}.pattern", "must be a string, and not name quotes, backslashes or control characters")
     if "format" in said and schema["format"] not in FORMATS:
         raise _refused(f"{path}.format", f"{str(schema['format'])[:40]!r} is not supported; known: {', '.join(sorted(FORMATS))}")
 
