@@ -19,13 +19,14 @@ from engine.batch_builder import build_batch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
-from engine.guide import Guides, mask_of
+from engine.guide import Guides
 from engine.runner import Runner
-from engine.sampler import Choice, Chosen, choose, score
+from engine.sampler import Chosen, choose, score
 from engine.scheduler import LoadItem, Plan, Scheduler
 from engine.sequence import Export, Sequence, SequenceKey, SequenceState, Submission
 from engine.stopwatch import Stopwatch
 from engine.tokenizer import Tokenizer
+from engine.turn import forced_of, turn_of
 from kvstore.hashing import salt_of
 from protocol.errors import Cancelled, ContextTooLong, DeadlineExceeded, HeadraceError, InvalidRequest
 from protocol.logprobs import TokenLogprob
@@ -345,7 +346,7 @@ class Engine:
 
     def _refuse(self, sequence: Sequence, error: HeadraceError) -> None:
         if self._scheduler.get(sequence.key) is sequence:
-            self._scheduler.finish(sequence)
+            self._scheduler.drop(sequence)
             self._events.append(Failed(sequence, error))
 
     def _abort(self, key: SequenceKey) -> None:
@@ -402,40 +403,6 @@ def stage_of(sequence: Sequence) -> str:
 def unsupported_by_engine(request: GenerationRequest) -> str:
     """The field of a request that this engine would have to ignore; empty where there is none."""
     return "adapter" if request.adapter else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What follows a sequence's logits: a choice, tokens that must come, or neither while its guide is behind."""
-
-    choice: Choice | None = None
-    forced: tuple[int, ...] = ()
-
-    @property
-    def is_held(self) -> bool:
-        return self.choice is None and not self.forced
-
-
-def turn_of(sequence: Sequence, vocab_size: int) -> Turn:
-    request, mask = sequence.request, None
-    if sequence.guide is not None:
-        sequence.guide.is_overdue = True  # before the look: guidance that comes after it wakes the engine
-        if (guidance := sequence.guide.guidance) is None:
-            return Turn()
-        mask = guidance.mask
-        if forced := forced_of(sequence):
-            return Turn(forced=forced)
-        if guidance.forced and guidance.forced[0] not in sequence.rules.banned:  # the forced token comes, and its logprobs are wanted
-            mask = mask_of(guidance.forced[:1], vocab_size)
-    return Turn(Choice(request.sampling, sequence.num_tokens, request.sample, sequence.rules, mask))
-
-
-def forced_of(sequence: Sequence) -> tuple[int, ...]:
-    """Tokens that may be appended without their logits; none where these are wanted."""
-    guidance = sequence.guide.guidance if sequence.guide is not None else None
-    if guidance is None or sequence.request.sampling.logprobs is not None or any(token in sequence.rules.banned for token in guidance.forced[:1]):
-        return ()
-    return guidance.forced
 
 
 def score_prompts(plan: Plan, logits: torch.Tensor) -> None:
