@@ -26,6 +26,7 @@ from protocol.errors import InvalidRequest
 
 TRIAL_WALKS, TRIAL_TOKENS = 3, 24
 STEP_LIMIT_S = 0.05  # processor time of one mask, or of one look for forced tokens: more would hold up the answers of others
+NICENESS = 5  # below the step loop, with which it may share a core
 WALL_FACTOR = 6  # wall time that a child may take on a busy machine, in terms of its processor time
 HEADER = struct.Struct("<I")
 
@@ -41,6 +42,7 @@ class Child:
 
 
 def main(folder: Path) -> None:
+    os.nice(NICENESS)
     info = vocabulary(Tokenizer(folder))
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     answers, sys.stdout = os.fdopen(os.dup(1), "wb", buffering=0), sys.stderr
