@@ -12,19 +12,23 @@ import json
 import queue
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
+import torch
 
 from bench.schemas import RIGID, SCHEMAS, Schema
 from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.engine import Chunk, Engine, Event, Failed
+from engine.guide import mask_of
 from engine.model_config import ModelConfig
 from engine.runner import open_runner
 from engine.sequence import SequenceKey, Submission
+from engine.token_rules import apply_masks
 from engine.tokenizer import Tokenizer
 from protocol.request import GenerationRequest, Grammar, Sampling
 
@@ -50,7 +54,7 @@ class Bench:
 
     def request(self, name: str, words: str, schema: Schema, **sampling: Any) -> GenerationRequest:
         prompt = self.tokenizer.encode_chat([{"role": "user", "content": f"{words} Answer in JSON."}])
-        wishes = {"max_tokens": MAX_TOKENS, "grammar": Grammar("json_schema", json.dumps(schema, ensure_ascii=False))} | sampling
+        wishes: dict[str, Any] = {"max_tokens": MAX_TOKENS, "grammar": Grammar("json_schema", json.dumps(schema, ensure_ascii=False))} | sampling
         return GenerationRequest(name, tuple(prompt), Sampling(**wishes), time.time() + DEADLINE_S)
 
     def run(self, requests: list[GenerationRequest]) -> dict[str, tuple[str, list[int], str]]:
@@ -117,9 +121,21 @@ def check_validity(bench: Bench) -> dict[str, Any]:
         "tokens": sum(len(tokens) for _, tokens, _ in answers.values()),
         "forced_tokens": int(counters["forced_tokens"]),
         "mask_ms_per_token": round(1000 * counters["grammar_s"] / masks, 4),
+        "apply_ms_per_row": apply_ms(bench.tokenizer.vocab_size),
         "rows_that_waited": int(counters["grammar_waits"]),
         "compile_ms_each": round(1000 * counters["grammar_compile_s"] / counters["grammars_compiled"], 1),
     }
+
+
+def apply_ms(vocab_size: int, rows: int = 16, rounds: int = 50) -> float:
+    """Milliseconds to lay one row's mask over its logits."""
+    logits, masks = torch.zeros(rows, vocab_size), [mask_of(range(0, vocab_size, 3), vocab_size)] * rows
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        apply_masks(logits, masks)
+        times.append(time.perf_counter() - started)
+    return round(1000 * sorted(times)[rounds // 2] / rows, 4)
 
 
 def count_passes(bench: Bench) -> dict[str, Any]:
@@ -127,8 +143,8 @@ def count_passes(bench: Bench) -> dict[str, Any]:
     for name, (words, schema) in RIGID.items():
         served = bench.request(f"{name}/served", words, schema, temperature=0.0)
         stepwise = bench.request(f"{name}/stepwise", words, schema, temperature=0.0, logprobs=0)
-        answer, passes = bench.counted("steps", lambda served=served: bench.run([served]))
-        plain, all_passes = bench.counted("steps", lambda stepwise=stepwise: bench.run([stepwise]))
+        answer, passes = bench.counted("steps", partial(bench.run, [served]))
+        plain, all_passes = bench.counted("steps", partial(bench.run, [stepwise]))
         (text, tokens, reason), (_, plain_tokens, _) = answer[served.request_id], plain[stepwise.request_id]
         assert tokens == plain_tokens and not fault_of(schema, text, reason), text
         rows[name] = {"tokens": len(tokens), "passes": int(passes), "passes_stepwise": int(all_passes), "cut": round(all_passes / passes, 2)}

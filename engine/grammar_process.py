@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
     os.nice(NICENESS)
     info = vocabulary(Tokenizer(folder))
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    answers, sys.stdout = os.fdopen(os.dup(1), "wb", buffering=0), sys.stderr
+    answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
     os.dup2(2, 1)  # whatever a library prints is no frame
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
@@ -66,6 +66,7 @@ def main(folder: Path) -> None:
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 answers.write(_framed(_answer(children.pop(key.fd))))
+                answers.flush()
         for child in children.values():
             if child.until <= time.monotonic():
                 os.kill(child.pid, signal.SIGKILL)  # its pipe closes, and that ends it here

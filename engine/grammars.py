@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 CPU_S = 4  # of one compilation; a whole number, as the kernel counts it
 MEMORY_BYTES = 1024**3  # on top of what the compiler's process has mapped
 RESULT_BYTES = 32 * 1024**2  # serialised
+CLOSE_S = 1.0
 ANSWER_S = 60.0  # for an answer of the process, which has a limit of its own; whoever waits has the request's deadline
 
 
@@ -88,9 +89,10 @@ class CompilerProcess:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self._questions: dict[int, Future[str]] = {}
+        self._questions: dict[int, tuple[subprocess.Popen[bytes], Future[str]]] = {}
         self._last_id = 0
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._closed = False
 
     def ask(self, grammar: Grammar) -> str:
@@ -102,25 +104,35 @@ class CompilerProcess:
                 raise Unavailable("the grammar compiler is closed")
             process = self._alive()
             self._last_id += 1
-            self._questions[self._last_id] = answer
-            content = json.dumps({"id": self._last_id, "kind": grammar.kind, "text": grammar.text, **limits}).encode()
-            assert process.stdin is not None
-            try:
-                process.stdin.write(HEADER.pack(len(content)) + content)
-                process.stdin.flush()
-            except OSError as error:
-                raise Unavailable(f"the grammar compiler is gone: {error}") from error
+            name = self._last_id
+            self._questions[name] = process, answer
+        content = json.dumps({"id": name, "kind": grammar.kind, "text": grammar.text, **limits}).encode()
+        self._write(process, HEADER.pack(len(content)) + content)
         try:
             return answer.result(ANSWER_S)
         except TimeoutError:
             raise Unavailable("the grammar compiler does not answer") from None
+
+    def _write(self, process: subprocess.Popen[bytes], frame: bytes) -> None:
+        """Not under the lock that the reading thread needs: the process may want its answers read before it reads on."""
+        assert process.stdin is not None
+        with self._writing:
+            try:
+                process.stdin.write(frame)
+                process.stdin.flush()
+            except (OSError, ValueError) as error:
+                raise Unavailable(f"the grammar compiler is gone: {error}") from error
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             if self._process is not None and self._process.stdin is not None:
                 self._process.stdin.close()
-                self._process.wait(10.0)
+                try:
+                    self._process.wait(CLOSE_S)
+                except subprocess.TimeoutExpired:  # perhaps it has not come to its first question yet
+                    self._process.kill()
+                    self._process.wait()
 
     def _alive(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -134,7 +146,7 @@ class CompilerProcess:
         while header := process.stdout.read(HEADER.size):
             answer: dict[str, Any] = json.loads(process.stdout.read(HEADER.unpack(header)[0]))
             with self._lock:
-                question = self._questions.pop(answer["id"], None)
+                _, question = self._questions.pop(answer["id"], (process, None))
             if question is None:
                 continue
             if "grammar" in answer:
@@ -142,7 +154,7 @@ class CompilerProcess:
             else:
                 question.set_exception(InvalidRequest(answer["error"]))
         with self._lock:
-            lost, self._questions = list(self._questions.values()), {}
+            lost = [self._questions.pop(name)[1] for name, (asked, _) in list(self._questions.items()) if asked is process]
         if lost:
             log.warning("the grammar compiler ended with %d questions open", len(lost))
         for question in lost:

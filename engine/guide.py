@@ -213,9 +213,10 @@ class Guides:
             log.exception("a grammar was not compiled")
             self._refuse(guide, Unavailable(f"the grammar was not compiled: {error}"))
             return
-        self._counters["grammars_compiled"] += 1
-        self._counters["grammar_compile_s"] += time.monotonic() - started
-        self._counters["grammar_cache_bytes"] = grammars.cached_bytes
+        with self._lock:
+            self._counters["grammars_compiled"] += 1
+            self._counters["grammar_compile_s"] += time.monotonic() - started
+            self._counters["grammar_cache_bytes"] = grammars.cached_bytes
         self._on_engine(lambda: self.follow(guide))
 
     def _library(self) -> "Grammars":
