@@ -201,7 +201,8 @@ class Engine:
         """The plan's step, and decode steps after it while nobody waits: neither a sequence in the scheduler nor a command."""
         for left in reversed(range(self._config.num_continuous_decode_steps)):
             self._run(plan)
-            following = self._scheduler.again(plan, time.time()) if left and not (self._commands or self._closing) else None
+            busy = self._commands or self._closing or any(sequence.waits_for_guide for sequence, _ in plan.scheduled)
+            following = self._scheduler.again(plan, time.time()) if left and not busy else None
             if following is None:
                 return
             self._flush()

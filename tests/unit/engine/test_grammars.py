@@ -4,6 +4,7 @@ import json
 import queue
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -216,3 +217,26 @@ def test_a_bad_grammar_ends_its_own_request_alone(engine: tuple[Engine, "queue.Q
 def test_a_begun_answer_that_breaks_its_grammar_is_refused(engine: tuple[Engine, "queue.Queue[Event]"]) -> None:
     request = GenerationRequest("r", (1, 2), Sampling(max_tokens=9, grammar=Grammar("regex", "ab+", "f")), time.time() + 60, output_tokens=(66, 66))
     assert run(engine, [request])["r"][1].startswith("f: regex: the answer so far does not match")
+
+
+def test_a_slow_guide_delays_its_own_answer_and_changes_nothing(engine: tuple[Engine, "queue.Queue[Event]"], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence whose mask is late is computed once more at most and then sits out; one without a grammar goes on beside it."""
+    requests = [
+        asked("regex", Grammar("regex", "[0-9]{4}: (yes|no), forced to the end"), seed=5),
+        asked("json", Grammar("json_schema", json.dumps(SCHEMAS["union"][1]))),
+    ]
+    expected = run(engine, requests)
+    follow, counters = Guide.follow, engine[0].status.counters
+
+    def slowly(guide: Guide, *arguments: Any) -> Any:
+        time.sleep(0.03)
+        return follow(guide, *arguments)
+
+    monkeypatch.setattr(Guide, "follow", slowly)
+    free = GenerationRequest("free", (1, 2, 3), Sampling(max_tokens=200, temperature=0.0, ignore_eos=True), time.time() + 60)
+    answers = run(engine, [*requests, free])
+    assert {name: answers[name] for name in expected} == expected
+    assert answers["free"][1] == "length"
+    grown = {name: engine[0].status.counters.get(name, 0) - counters.get(name, 0) for name in ("grammar_waits", "grammar_masks", "steps")}
+    assert 0 < grown["grammar_waits"] <= grown["grammar_masks"] + 2
+    assert grown["steps"] <= 200 + 2 * grown["grammar_masks"] + 10
