@@ -12,6 +12,7 @@ BENCHES = {
     "scheduling": ("bench.engine_scheduling", "What scheduling gives and what it costs."),
     "interference": ("bench.interference", "How much arriving prompts slow running answers, colocated and disaggregated."),
     "vllm": ("bench.vllm", "Side by side with vLLM on this machine."),
+    "structured": ("bench.structured", "Valid answers, the cost of masks, and the passes that forced tokens save."),
     "idle": ("bench.idle", "What an idle cluster costs."),
 }
 

@@ -19,7 +19,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     long may others of the same class and tenant be preferred to a waiting sequence. `mixed_chunk`: decodes and chunks of prompts share a step,
     with at most `mixed_chunk_tokens` prompt tokens in it (0: what the budget leaves), which bounds how much a prompt slows the decodes beside it.
     `reserved_output`: share of an answer's expected length for which memory is kept at admission; 1 makes preemption rare, 0 fills the batch and computes
-    again. `num_continuous_decode_steps`: decode steps of one scheduling round while nobody waits. `threads`: of one step's kernels."""
+    again. `num_continuous_decode_steps`: decode steps of one scheduling round while nobody waits. `threads`: of one step's kernels.
+    `reasoning_marks`: what is between these tokens, where the model has them, no grammar binds; None binds everything."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     block_tokens: int = 32
@@ -35,6 +36,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_continuous_decode_steps: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_context_tokens: int = 4096
     threads: int = 1
+    grammar_cache_bytes: int = 64 * 1024**2
+    reasoning_marks: tuple[str, str] | None = ("<think>", "</think>")
     attention: str = "native"
     runner: str = "torch"
     prefix_cache: bool = True

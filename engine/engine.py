@@ -20,20 +20,23 @@ from engine.batch_builder import build_batch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
+from engine.guide import Guides
 from engine.lora import Adapter
 from engine.pooling import pool_hidden
 from engine.runner import Runner
-from engine.sampler import Choice, Chosen, choose, score
+from engine.sampler import Chosen, choose, score
 from engine.scheduler import LoadItem, Plan, Scheduler
-from engine.sequence import Export, Sequence, SequenceKey, Submission
+from engine.sequence import Export, Sequence, SequenceKey, SequenceState, Submission
 from engine.stopwatch import Stopwatch
 from engine.tokenizer import Tokenizer
+from engine.turn import forced_of, turn_of
 from kvstore.hashing import request_salt
 from protocol.errors import Cancelled, ContextTooLong, DeadlineExceeded, HeadraceError, InvalidRequest, UnknownModel
 from protocol.logprobs import TokenLogprob
-from protocol.request import GenerationRequest
 
 log = logging.getLogger(__name__)
+
+GUIDE_WAIT_S = 0.002  # for the forced tokens after a step; what takes longer comes a step later
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class Engine:
         self._commands: list[Callable[[], None]] = []
         self._events: list[Event] = []
         self._pinned: Counter[int] = Counter()
+        self._guides = Guides(tokenizer, config.grammar_cache_bytes, config.reasoning_marks, self._command)
         self._arrivals = 0
         self._wake = threading.Condition()
         self._closing = False
@@ -140,6 +144,7 @@ class Engine:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout_s)
+        self._guides.close()
 
     @property
     def is_alive(self) -> bool:
@@ -209,6 +214,7 @@ class Engine:
             self._events.append(Admitted(sequence))
             self._export(sequence, range(sequence.num_named), admitted=True)
         self._events += [Load(sequence, items) for sequence, items in plan.loads]
+        plan.scheduled = [(sequence, num_tokens) for sequence, num_tokens in plan.scheduled if not sequence.waits_for_guide]
         if plan.scheduled:
             self._flush()
             self._steps(plan)
@@ -218,7 +224,8 @@ class Engine:
         """The plan's step, and decode steps after it while nobody waits: neither a sequence in the scheduler nor a command."""
         for left in reversed(range(self._config.num_continuous_decode_steps)):
             self._run(plan)
-            following = self._scheduler.again(plan, time.time()) if left and not (self._commands or self._closing) else None
+            busy = self._commands or self._closing or any(sequence.waits_for_guide for sequence, _ in plan.scheduled)
+            following = self._scheduler.again(plan, time.time()) if left and not busy else None
             if following is None:
                 return
             self._flush()
@@ -234,21 +241,52 @@ class Engine:
             self._stopwatch.lap("run_s")
             pool_hidden(plan.scheduled, batch)
             score_prompts(plan, logits[len(done) :])
-            chosen = choose(logits[: len(done)], [choice_of(sequence) for sequence in done])
+            turns = [turn_of(sequence, self._tokenizer.vocab_size) for sequence in done]
+            rows = [row for row, turn in enumerate(turns) if turn.choice is not None]
+            choices = [turn.choice for turn in turns if turn.choice is not None]
+            chosen = choose(logits[: len(done)] if len(rows) == len(done) else logits[rows], choices)
         except Exception as error:
             self._fail_batch(plan, error)
             return
         self._stopwatch.lap("sample_s")
+        held = {sequence for sequence, turn in zip(done, turns, strict=True) if turn.is_held}
+        self._counters["grammar_waits"] += len(held)
         for sequence, num_tokens in plan.scheduled:
-            sequence.advance(num_tokens)
+            sequence.advance(num_tokens - (sequence in held))
             self._export(sequence, self._scheduler.name_blocks(sequence))
-        for sequence, one in zip(done, chosen, strict=True):
-            self._take(sequence, one)
+        for row, one in zip(rows, chosen, strict=True):
+            self._take(done[row], one)
+        for sequence, turn in zip(done, turns, strict=True):
+            self._take_forced(sequence, turn.forced)
         for sequence in ready:
             self._take_pooled(sequence)
+        self._look_ahead([sequence for sequence in done if sequence not in held])
         self._counters["steps"] += 1
         self._counters["scheduled_tokens"] += sum(num_tokens for _, num_tokens in plan.scheduled)
         self._stopwatch.lap("update_s")
+
+    def _look_ahead(self, grown: list[Sequence]) -> None:
+        """Follow the grammars, and let the next step compute what they force at once; masks come while it runs."""
+        guided = [(sequence, sequence.guide) for sequence in grown if sequence.guide is not None and sequence.state is not SequenceState.FINISHED]
+        if not guided:
+            return
+        for _, guide in guided:
+            self._guides.follow(guide)
+        self._guides.wait((guide for _, guide in guided), GUIDE_WAIT_S)
+        for sequence, guide in guided:
+            if self._take_forced(sequence, forced_of(sequence)) and sequence.state is not SequenceState.FINISHED:
+                self._guides.follow(guide)
+
+    def _take_forced(self, sequence: Sequence, tokens: tuple[int, ...]) -> int:
+        """Append what must come anyway; how many tokens that were."""
+        taken = 0
+        for token in tokens:
+            if sequence.state is SequenceState.FINISHED or token in sequence.rules.banned:
+                break
+            self._take(sequence, Chosen(token))
+            taken += 1
+        self._counters["forced_tokens"] += taken
+        return taken
 
     def _fail_batch(self, plan: Plan, error: Exception) -> None:
         log.exception("step failed")
@@ -332,9 +370,7 @@ class Engine:
         sequence = Sequence(submission, self._config.block_tokens, salt, detokenizer, self._arrivals, self._tokenizer.stop_token_ids, adapter)
         self._arrivals += 1
         most = min(sequence.num_prompt + request.sampling.max_tokens, self._config.max_context_tokens)
-        if unsupported := unsupported_by_engine(request):
-            self._events.append(Failed(sequence, InvalidRequest(f"{unsupported}: not supported yet", field=unsupported)))
-        elif request.adapter and adapter is None:
+        if request.adapter and adapter is None:
             revision = f" in revision {request.adapter_revision}" if request.adapter_revision else ""
             self._events.append(Failed(sequence, UnknownModel(f"adapter {request.adapter!r} is not loaded here{revision}", field="model")))
         elif sequence.num_tokens >= self._config.max_context_tokens or sequence.blocks_for(most) > self._num_blocks:
@@ -342,7 +378,14 @@ class Engine:
         elif sequence.key in self._scheduler:
             self._events.append(Failed(sequence, HeadraceError(f"request {sequence.key} is here already")))
         else:
+            if request.sampling.grammar is not None:
+                sequence.guide = self._guides.open(request, lambda error: self._refuse(sequence, error))
             self._scheduler.add(sequence)
+
+    def _refuse(self, sequence: Sequence, error: HeadraceError) -> None:
+        if self._scheduler.get(sequence.key) is sequence:
+            self._scheduler.drop(sequence)
+            self._events.append(Failed(sequence, error))
 
     def _abort(self, key: SequenceKey) -> None:
         sequence = self._scheduler.get(key)
@@ -375,7 +418,7 @@ class Engine:
             blocks_free=counts.free,
             blocks_cached=counts.cached,
             adapters=self._adapters.loaded,
-            counters=dict(self._counters),
+            counters=dict(self._counters) | self._guides.counters(),
         )
         self._adapters.settle(self._scheduler.uses)
         if self._events:
@@ -395,16 +438,6 @@ def stage_of(sequence: Sequence) -> str:
     if not sequence.times.started:
         return f"{phase}_queued"
     return phase if sequence.times.kv_ready else "kv_loading"
-
-
-def unsupported_by_engine(request: GenerationRequest) -> str:
-    """The field of a request that this engine would have to ignore; empty where there is none."""
-    return "grammar" if request.sampling.grammar is not None else ""
-
-
-def choice_of(sequence: Sequence) -> Choice:
-    request = sequence.request
-    return Choice(request.sampling, sequence.num_tokens, request.sample, sequence.rules)
 
 
 def score_prompts(plan: Plan, logits: torch.Tensor) -> None:

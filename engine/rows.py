@@ -32,6 +32,7 @@ def error_row(failed: Failed, work: pb.Work) -> pb.Row:
         error_code=error.code,
         error_message=error.message,
         error_stage=error.stage or "",
+        error_field=error.field or "",
         work=work,
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.detokenizer import Detokenizer
+from engine.guide import Guide
 from engine.lora import Adapter
 from engine.pooling import Pooling
 from engine.token_rules import TokenRules
@@ -82,7 +83,7 @@ class Times:
 
 
 class Sequence:
-    """`rules`: what the request says about its next token. `prompt_logprobs`: of the prompt's second token and on, as far as computed.
+    """`rules`, `guide`: what the request and its grammar say about the next token. `prompt_logprobs`: from the prompt's second token on, as computed.
     `pooling`: an embedding is wanted; such a sequence ends with its prompt."""
 
     def __init__(
@@ -101,6 +102,7 @@ class Sequence:
         self.block_tokens = block_tokens
         self.detokenizer = detokenizer
         self.rules = TokenRules(request, eos_token_ids)
+        self.guide: Guide | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.adapter = adapter
         self.pooling = Pooling(request.pooling, len(request.prompt_tokens)) if request.pooling else None
@@ -172,9 +174,16 @@ class Sequence:
         self.num_computed += num_tokens
         self.num_stored = max(self.num_stored, self.num_computed)
 
+    @property
+    def waits_for_guide(self) -> bool:
+        """Its logits were computed once already and could not be used: nothing to do before its grammar says what may come."""
+        return self.guide is not None and self.guide.is_overdue and self.num_remaining == 1 and self.guide.guidance is None
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.rules.push(token)
+        if self.guide is not None:
+            self.guide.push(token)
         full = len(self.tokens) // self.block_tokens
         if full > len(self.hashes):
             parent = self.hashes[-1] if self.hashes else self._salt

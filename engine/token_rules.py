@@ -104,9 +104,12 @@ def apply_masks(logits: torch.Tensor, masks: Sequence[torch.Tensor | None]) -> N
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return
-    words = torch.stack([mask for mask in masks if mask is not None]).to(logits.device)
-    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
-    logits[rows] = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+    words = torch.stack([mask for mask in masks if mask is not None]).numpy()
+    forbidden = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little") == 0  # [rows, 32 words]
+    for row, bits in zip(rows, torch.from_numpy(forbidden).to(logits.device), strict=True):
+        known = min(logits.shape[1], len(bits))
+        logits[row, :known].masked_fill_(bits[:known], -torch.inf)
+        logits[row, known:] = -torch.inf  # ids beyond the vocabulary's end
 
 
 def _places(rows: Iterable[tuple[int, TokenRules]], ids: Sequence[Ids], width: int) -> torch.Tensor:

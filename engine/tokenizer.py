@@ -72,6 +72,11 @@ class Tokenizer:
         """The template writes the special tokens itself."""
         return self.encode(self.render_chat(messages, tools), add_special_tokens=False, field="messages")
 
+    def token_id(self, text: str) -> int | None:
+        """Of the one token that is written so, if there is one."""
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token
+
     def token_bytes(self, token_id: int, special: bool = False) -> bytes:
         """What a token adds to the answer's UTF-8; empty for ids that the vocabulary lacks and for special tokens; `special`: these by their names."""
         piece = self._tokenizer.id_to_token(token_id)

@@ -123,6 +123,6 @@ def _tree(root: type[HeadraceError]) -> list[type[HeadraceError]]:
 ERRORS: dict[str, type[HeadraceError]] = {error.code: error for error in _tree(HeadraceError)}
 
 
-def error_from_code(code: str, message: str, *, stage: str | None = None) -> HeadraceError:
+def error_from_code(code: str, message: str, *, stage: str | None = None, field: str | None = None) -> HeadraceError:
     """The error that a peer named by its code; a code of a newer peer becomes the root error."""
-    return ERRORS.get(code, HeadraceError)(message, stage=stage)
+    return ERRORS.get(code, HeadraceError)(message, stage=stage, field=field)

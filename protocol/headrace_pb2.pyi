@@ -164,17 +164,20 @@ class Grammar(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     text: _builtins.str
+    field: _builtins.str
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         text: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "kind", b"kind", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -662,6 +665,7 @@ class Row(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     text: _builtins.str
@@ -672,6 +676,8 @@ class Row(_message.Message):
     error_stage: _builtins.str
     kv_pushed: _builtins.bool
     """with "handoff": every block of the prompt was committed at the destination"""
+    error_field: _builtins.str
+    """of the client's body, with invalid_request"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -707,10 +713,11 @@ class Row(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         embedding: _abc.Iterable[_builtins.float] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        error_field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "embedding", b"embedding", "error_code", b"error_code", "error_message", b"error_message", "error_stage", b"error_stage", "finish_reason", b"finish_reason", "instants", b"instants", "kv_pushed", b"kv_pushed", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "embedding", b"embedding", "error_code", b"error_code", "error_field", b"error_field", "error_message", b"error_message", "error_stage", b"error_stage", "finish_reason", b"finish_reason", "instants", b"instants", "kv_pushed", b"kv_pushed", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

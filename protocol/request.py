@@ -12,10 +12,11 @@ from protocol import headrace_pb2 as pb
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What the answer must match. `kind`: json_schema, regex, ebnf, choice or json_object. `text`: in the kind's own notation; for choice a JSON
-    list of strings, for json_object empty."""
+    list of strings, for json_object empty. `field`: where the client's body has it, for the words of a refusal."""
 
     kind: str
     text: str
+    field: str = field(default="grammar", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Sampling:
             min_tokens=self.min_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            grammar=None if self.grammar is None else pb.Grammar(kind=self.grammar.kind, text=self.grammar.text),
+            grammar=None if self.grammar is None else pb.Grammar(kind=self.grammar.kind, text=self.grammar.text, field=self.grammar.field),
         )
 
     @classmethod
@@ -88,7 +89,7 @@ class Sampling:
             min_tokens=message.min_tokens,
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-            grammar=Grammar(message.grammar.kind, message.grammar.text) if message.HasField("grammar") else None,
+            grammar=Grammar(message.grammar.kind, message.grammar.text, message.grammar.field) if message.HasField("grammar") else None,
         )
 
 

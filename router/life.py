@@ -225,7 +225,7 @@ class Life:
         assert side is not None
         self.timeline.add_row(row, side)
         if row.finish_reason == "error":
-            raise error_from_code(row.error_code, row.error_message, stage=row.error_stage or None)
+            raise error_from_code(row.error_code, row.error_message, stage=row.error_stage or None, field=row.error_field or None)
         if row.tokens and not self._output:
             self._note_first_token(side)
         self._output += tuple(row.tokens)

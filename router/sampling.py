@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from protocol.errors import InvalidRequest
 from protocol.request import Sampling
 from router.fields import SharedFields
+from router.structured import grammar_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -63,6 +64,7 @@ def sampling_of(shared: SharedFields, logprobs: int | None, prompt_logprobs: int
         min_tokens=shared.min_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar_of(shared),
     )
 
 

@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "bench": {"cli", "cluster", "router", "worker", "prefill_worker", "decode_worker", "engine", "kvstore", "transport"},
     "cli": {"bench", "cluster", "router", "worker", "engine", "kvstore", "transport"},
 }
-TORCH = {"torch", "transformers", "safetensors", "accelerate", "headrace_native", "nixl"}
+TORCH = {"torch", "transformers", "safetensors", "accelerate", "headrace_native", "nixl", "xgrammar"}
 
 
 def parse_imports(source: str, package: str = "") -> set[str]:

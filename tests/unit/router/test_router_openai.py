@@ -81,9 +81,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"guided_json": {}}, "guided_json"),
     ({"store": True}, "store"),
     ({"temprature": 0.1}, "temprature"),
 ]
