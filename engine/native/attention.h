@@ -130,7 +130,8 @@ template <class T, class Lanes> void packed_tile(const Tile<T>& tile, const Tile
 // Whether rows go straight from the pool: the registers hold K and V as they are.
 template <class T, class Lanes> constexpr bool CAN_BE_DIRECT = W == 16 && sizeof(T) * Lanes::ITEMS == 4;
 
-template <class T, class Lanes> void attend_tile(const Tile<T>& tile, const Tile<T>& next, const Rows& rows, int64_t dim, float scale, bool direct, Scratch& s) {
+template <class T, class Lanes>
+void attend_tile(const Tile<T>& tile, const Tile<T>& next, const Rows& rows, int64_t dim, float scale, bool direct, Scratch& s) {
     if constexpr (CAN_BE_DIRECT<T, Lanes>)
         if (direct) return direct_tile<T, Lanes, DIRECT_ROWS>(tile, next, rows.first, rows.last, rows.q, rows.seen, dim, scale, s);
     packed_tile<T, Lanes>(tile, next, rows, dim, scale, s);

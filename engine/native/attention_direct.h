@@ -5,7 +5,8 @@ constexpr int DIRECT_ROWS = 8;
 
 // Rows [first, last), at most R of them. While a line is used, the one at its place in `next` is asked for (see Ahead).
 template <class T, class Lanes, int R>
-void direct_tile(const Tile<T>& tile, const Tile<T>& next, int first, int last, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, Scratch& s);
+void direct_tile(const Tile<T>& tile, const Tile<T>& next, int first, int last, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale,
+                 Scratch& s);
 
 #if defined(__AVX512F__)
 
@@ -38,7 +39,8 @@ inline void straighten(PairLanes, float* acc) {
 #endif
 
 // Scores of R rows against 16 tokens.
-template <class Lanes, int R> inline void direct_scores(const uint32_t* keys, const uint32_t* next, int64_t steps, const uint32_t* const* q, F (*p)[TILE_VECTORS], int vector) {
+template <class Lanes, int R>
+inline void direct_scores(const uint32_t* keys, const uint32_t* next, int64_t steps, const uint32_t* const* q, F (*p)[TILE_VECTORS], int vector) {
     F acc[R];
     for (int r = 0; r < R; ++r) acc[r] = Simd::zero();
     for (int64_t step = 0; step < steps; step += 16) {
@@ -53,7 +55,8 @@ template <class Lanes, int R> inline void direct_scores(const uint32_t* keys, co
 }
 
 // 32 G dims from d on, over all tokens of the tile.
-template <class T, class Lanes, int R, int G> inline void direct_values(const Tile<T>& tile, const Tile<T>& next, int row, int64_t d, int64_t dim, State& state, Scratch& s) {
+template <class T, class Lanes, int R, int G>
+inline void direct_values(const Tile<T>& tile, const Tile<T>& next, int row, int64_t d, int64_t dim, State& state, Scratch& s) {
     F acc[R][2 * G];
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < 2 * G; ++i) acc[r][i] = Simd::mul(Simd::load(state.acc + (row + r) * dim + d + i * 16), Simd::set1(s.corrections[row + r]));
@@ -73,12 +76,14 @@ template <class T, class Lanes, int R, int G> inline void direct_values(const Ti
 }
 
 template <class T, class Lanes, int R>
-void direct_rows(const Tile<T>& tile, const Tile<T>& next, int row, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, State& state, Scratch& s) {
+void direct_rows(const Tile<T>& tile, const Tile<T>& next, int row, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale,
+                 State& state, Scratch& s) {
     F p[R][TILE_VECTORS];
     for (int run = 0; run < TILE_RUNS; ++run) {
         for (int i = 0; i < RUN_TOKENS / 16; ++i) {
             int vector = run * RUN_TOKENS / 16 + i;
-            if (tile.valid(run) > 0) direct_scores<Lanes, R>((const uint32_t*)(tile.keys[run] + i * 16 * dim), (const uint32_t*)(next.keys[run] + i * 16 * dim), dim / Lanes::ITEMS, q + row, p, vector);
+            auto at = [&](const T* keys) { return (const uint32_t*)(keys + i * 16 * dim); };
+            if (tile.valid(run) > 0) direct_scores<Lanes, R>(at(tile.keys[run]), at(next.keys[run]), dim / Lanes::ITEMS, q + row, p, vector);
             else for (int r = 0; r < R; ++r) p[r][vector] = Simd::zero();
         }
     }
@@ -90,7 +95,8 @@ void direct_rows(const Tile<T>& tile, const Tile<T>& next, int row, const uint32
 }
 
 template <class T, class Lanes, int R>
-void direct_tile(const Tile<T>& tile, const Tile<T>& next, int first, int last, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale, Scratch& s) {
+void direct_tile(const Tile<T>& tile, const Tile<T>& next, int first, int last, const uint32_t* const* q, const Seen* seen, int64_t dim, float scale,
+                 Scratch& s) {
     if (last - first == R) return direct_rows<T, Lanes, R>(tile, next, first, q, seen, dim, scale, s.range, s);
     if constexpr (R > 1) direct_tile<T, Lanes, R - 1>(tile, next, first, last, q, seen, dim, scale, s);
 }
