@@ -16,7 +16,7 @@ from engine.engine import Event
 from engine.sequence import SequenceKey
 from protocol import headrace_pb2 as pb
 from protocol.channel import VERSION, require_token, version_accepted
-from protocol.errors import HeadraceError
+from protocol.errors import HeadraceError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,10 @@ class DataPlane:
     def __init__(
         self,
         services: dict[str, PhaseService],
-        adapters: AdapterCalls,
         hello: pb.WorkerHello,
         status: Callable[[], pb.WorkerStatus],
         token: str,
+        adapters: AdapterCalls | None = None,
         heartbeat_s: float = 1.0,
     ) -> None:
         self._services = services
@@ -177,7 +177,10 @@ class DataPlane:
         self._jobs[job.key] = (job, stream)
 
     async def _answer(self, message: pb.LoadAdapter | pb.UnloadAdapter, stream: RouterStream) -> None:
-        stream.reply(await self._adapters.answer(message))
+        if self._adapters is None:
+            stream.reply(pb.AdapterReply(call=message.call, error_code=InvalidRequest.code, error_message="this worker takes no adapters"))
+        else:
+            stream.reply(await self._adapters.answer(message))
 
     def _drop_done(self) -> None:
         for key in [key for key, (job, _) in self._jobs.items() if job.is_done]:

@@ -119,7 +119,7 @@ class WorkerProcess:
             "decode": DecodeService(self._engine, loader, block_tokens, HANDOFF_WAIT_S),
         }
         hello = pb.WorkerHello(version=VERSION, name=config.name, generation=self._generation, role=config.role, node=config.node, revision=config.revision)
-        self._plane = DataPlane(services, AdapterService(self._engine, self._adapters), hello, self._worker_status, config.token)
+        self._plane = DataPlane(services, hello, self._worker_status, config.token, AdapterService(self._engine, self._adapters))
         self._server = new_server()
         rpc.add_DataPlaneServicer_to_server(self._plane, self._server)  # type: ignore[arg-type]
         port = self._server.add_insecure_port(f"{config.host}:{config.port}")

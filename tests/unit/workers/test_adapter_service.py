@@ -75,7 +75,7 @@ def unload(name: str, timeout_s: float = 10) -> pb.UnloadAdapter:
 async def connected(model_path: Path, **lora: object) -> AsyncIterator[tuple[Worker, WorkerLink]]:
     worker = Worker(model_path, EngineConfig(dtype="float32", check_integrity=True, lora=LoraConfig(**lora)))  # type: ignore[arg-type]
     worker.engine.start()
-    plane = DataPlane({}, worker.service, pb.WorkerHello(version=VERSION, name="w", generation=1), worker.status, "token", heartbeat_s=0.05)
+    plane = DataPlane({}, pb.WorkerHello(version=VERSION, name="w", generation=1), worker.status, "token", worker.service, heartbeat_s=0.05)
     server = new_server()
     rpc.add_DataPlaneServicer_to_server(plane, server)  # type: ignore[arg-type]
     port = server.add_insecure_port("127.0.0.1:0")
