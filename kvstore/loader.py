@@ -30,6 +30,7 @@ class NodeLoader:
                 return 0
             report = await self.mover.fetch(session, hold, blocks, wait_until=min(wait_until, deadline), expect=expect, deadline=deadline)
         except HeadraceError as error:
+            self.mover.count(f"load_failed_{error.code}")
             log.warning("KV load failed, computing instead: %s", error.code)
             return 0
         work.pulled_blocks += report.num_blocks
@@ -44,6 +45,7 @@ class NodeLoader:
             if session is not None:
                 await self.mover.put(session, hold, blocks, deadline)
         except HeadraceError as error:
+            self.mover.count(f"put_failed_{error.code}")
             log.info("write-back failed: %s", error.code)
 
     async def forget(self, hold: str) -> None:

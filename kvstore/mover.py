@@ -96,6 +96,9 @@ class BlockMover:
     def counters(self) -> dict[str, float]:
         return {**self._counters, **self._seconds}
 
+    def count(self, what: str) -> None:
+        self._counters[what] += 1
+
     def close(self) -> None:
         """After the last call has returned."""
         self._threads.shutdown()
@@ -185,6 +188,7 @@ class BlockMover:
             )
         except HeadraceError as error:
             report.reason = error.code
+            self.count(f"fetch_failed_{error.code}")
             return report
         corrupt: list[BlockHash] = []
         try:
@@ -192,6 +196,7 @@ class BlockMover:
             report.reason = "missing" if report.num_blocks < len(blocks) else ""
         except HeadraceError as error:
             report.reason = error.code
+            self.count(f"fetch_failed_{error.code}")
         finally:
             if leased.lease and not session.lost:
                 session.post(pb.StoreRequest(release=pb.Release(lease=leased.lease, corrupt=corrupt)))
@@ -365,6 +370,7 @@ class PushPlan:
     def _failed(self, report: PushReport, chunk: Sequence[tuple[PoolBlock, Grant]], error: HeadraceError) -> None:
         report.failed.update(block.hash for block, _ in chunk)
         report.reason = report.reason or error.code
+        self._mover.count(f"push_failed_{error.code}")
 
     def _abandon(self, reservations: Sequence[int]) -> None:
         if reservations and not self._session.lost:

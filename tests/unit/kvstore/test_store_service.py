@@ -122,6 +122,7 @@ async def test_a_corrupt_copy_is_a_miss_and_goes(store):
         await at_p.release(lease.lease)
         report = await d.mover.fetch(at_d, "r", blocks_of([1, 2], at=8), wait_until=0, deadline=soon())
         assert (report.num_blocks, report.corrupt, report.reason) == (1, 1, "corrupt_block")
+        assert d.mover.counters()["fetch_failed_corrupt_block"] == 1
         status = await status_of(at_d)
         assert list(status.hashes) == names(1) and status.counters["corrupt"] == 1 and list(status.violations) == []
         assert (await d.mover.put(at_d, "", blocks_of([2], at=8), soon())).num_blocks == 1
