@@ -34,8 +34,7 @@ async def messages() -> Any:
 
 
 async def test_a_request_that_cannot_begin_gets_an_error_row_and_the_stream_goes_on() -> None:
-    no_adapters: Any = None
-    plane = DataPlane({"decode": Service()}, no_adapters, pb.WorkerHello(), pb.WorkerStatus, "token")
+    plane = DataPlane({"decode": Service()}, pb.WorkerHello(), pb.WorkerStatus, "token")
     stream = RouterStream()
     await plane._read(messages(), stream)
     assert plane.num_jobs == 2
