@@ -32,7 +32,8 @@ from engine.batch import Batch
 from engine.block_pool import BlockPool
 from engine.checkpoint import resolve
 from engine.config import EngineConfig
-from engine.engine import Chunk, Engine, Event, Failed
+from engine.engine import Engine
+from engine.events import Chunk, Event, Failed
 from engine.model_config import ModelConfig
 from engine.runner import Runner, open_runner
 from engine.scheduler import Plan, Scheduler
@@ -81,7 +82,7 @@ class Driver:
             event = self._events.get(timeout=300)
             assert not isinstance(event, Failed), event.error
             if isinstance(event, Chunk):
-                tokens[event.sequence.key] += event.tokens
+                tokens[event.key] += event.tokens
                 left -= bool(event.finish_reason)
         return tokens
 

@@ -23,7 +23,8 @@ import torch
 from bench.schemas import RIGID, SCHEMAS, Schema
 from engine.checkpoint import resolve
 from engine.config import EngineConfig
-from engine.engine import Chunk, Engine, Event, Failed
+from engine.engine import Engine
+from engine.events import Chunk, Event, Failed
 from engine.guide import mask_of
 from engine.model_config import ModelConfig
 from engine.runner import open_runner
@@ -66,7 +67,7 @@ class Bench:
         reasons: dict[SequenceKey, str] = {}
         while len(reasons) < len(requests):
             event = self._events.get(timeout=DEADLINE_S)
-            key = event.sequence.key
+            key = event.key
             if isinstance(event, Chunk):
                 text[key] += event.text
                 tokens[key] += event.tokens

@@ -10,10 +10,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from engine.engine import Admitted, Chunk, Engine, Event, Exported, Failed, Load
+from engine.engine import Engine
+from engine.events import Admitted, Chunk, Event, Exported, Failed, Load
 from engine.rows import chunk_row, error_row, tell
 from engine.scheduler import LoadItem
-from engine.sequence import Export, Sequence, SequenceKey, Submission
+from engine.sequence import Export, Sequence, SequenceKey, Submission, Tally
 from kvstore.hashing import hold_name, private_hash
 from kvstore.loader import NodeLoader
 from kvstore.mover import PoolBlock
@@ -82,7 +83,7 @@ class DecodeJob:
                 self._emit(self._row(event))
             case Failed():
                 self._over = True
-                self._emit(error_row(event, self._tally(event.sequence)))
+                self._emit(error_row(event, self._tally(event.tally)))
         if self._over and self._held:  # nothing was loaded: all was here, or the request ended in the queue
             self._spawn(self._forget())
 
@@ -95,7 +96,7 @@ class DecodeJob:
             instants[Instant.FINISHED] = chunk.sequence.times.finished
         row = chunk_row(chunk, instants)
         if chunk.finish_reason:
-            row.work.CopyFrom(self._tally(chunk.sequence))
+            row.work.CopyFrom(self._tally(chunk.sequence.tally))
         return row
 
     def _first_instants(self, sequence: Sequence) -> dict[str, float]:
@@ -109,10 +110,10 @@ class DecodeJob:
             Instant.DECODE_STARTED: times.first_token,
         }
 
-    def _tally(self, sequence: Sequence) -> pb.Work:
-        tell(sequence.tally, self._work)
+    def _tally(self, tally: Tally) -> pb.Work:
+        tell(tally, self._work)
         if self._is_handoff:
-            self._work.handoff_tokens = min(sequence.tally.reused_store_tokens, self.submission.handoff_tokens)
+            self._work.handoff_tokens = min(tally.reused_store_tokens, self.submission.handoff_tokens)
         return self._work
 
     async def _load(self, items: list[LoadItem], is_handoff: bool) -> None:

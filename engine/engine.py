@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +19,7 @@ from engine.batch_builder import build_batch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
+from engine.events import Admitted, Chunk, EngineStatus, Event, Exported, Failed, Load, stage_of
 from engine.guide import Guides
 from engine.lora import Adapter
 from engine.pooling import pool_hidden
@@ -32,73 +32,10 @@ from engine.tokenizer import Tokenizer
 from engine.turn import forced_of, turn_of
 from kvstore.hashing import request_salt
 from protocol.errors import Cancelled, ContextTooLong, DeadlineExceeded, HeadraceError, InvalidRequest, UnknownModel
-from protocol.logprobs import TokenLogprob
 
 log = logging.getLogger(__name__)
 
 GUIDE_WAIT_S = 0.002  # for the forced tokens after a step; what takes longer comes a step later
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """New tokens and text of a sequence. `finish_reason`: "", "stop", "length", or "handoff" when a one-token sequence would go on.
-    `logprobs`: one for each token, where the request asks; `prompt_logprobs`: with the first token of an answer, where it asks for these.
-    `embedding`: fp32 values, instead of tokens, where the request wants them; then the only chunk."""
-
-    sequence: Sequence
-    tokens: list[int]
-    text: str
-    finish_reason: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    embedding: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    sequence: Sequence
-    error: HeadraceError
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """The sequence left the queue and has its blocks."""
-
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """KV is wanted in these blocks; answer with `Engine.loaded`."""
-
-    sequence: Sequence
-    items: list[LoadItem]
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """Blocks whose KV is complete, pinned for the receiver."""
-
-    sequence: Sequence
-    items: list[LoadItem]
-
-
-Event = Admitted | Chunk | Failed | Load | Exported
-
-
-@dataclass(slots=True)
-class EngineStatus:
-    """The counters that end in `_s` part the engine thread's whole time: idle_s, command_s, schedule_s, build_s, run_s, sample_s, update_s."""
-
-    steps: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_tokens: int = 0
-    blocks_total: int = 0
-    blocks_free: int = 0
-    blocks_cached: int = 0
-    adapters: tuple[Adapter, ...] = ()
-    counters: dict[str, float] = field(default_factory=dict)
 
 
 class Engine:
@@ -209,7 +146,7 @@ class Engine:
         self._stopwatch.lap("schedule_s")
         for sequence in plan.expired:
             self._counters["expired"] += 1
-            self._events.append(Failed(sequence, DeadlineExceeded("the request's deadline passed", stage=stage_of(sequence))))
+            self._fail(sequence, DeadlineExceeded("the request's deadline passed", stage=stage_of(sequence)))
         for sequence in plan.admitted:
             self._events.append(Admitted(sequence))
             self._export(sequence, range(sequence.num_named), admitted=True)
@@ -239,15 +176,15 @@ class Engine:
         try:
             logits = self._runner.run(batch)
             self._stopwatch.lap("run_s")
-            pool_hidden(plan.scheduled, batch)
-            score_prompts(plan, logits[len(done) :])
             turns = [turn_of(sequence, self._tokenizer.vocab_size) for sequence in done]
             rows = [row for row, turn in enumerate(turns) if turn.choice is not None]
             choices = [turn.choice for turn in turns if turn.choice is not None]
             chosen = choose(logits[: len(done)] if len(rows) == len(done) else logits[rows], choices)
-        except Exception as error:
-            self._fail_batch(plan, error)
+        except Exception:
+            self._run_alone(plan)
             return
+        pool_hidden(plan.scheduled, batch)
+        score_prompts(plan, logits[len(done) :])
         self._stopwatch.lap("sample_s")
         held = {sequence for sequence, turn in zip(done, turns, strict=True) if turn.is_held}
         self._counters["grammar_waits"] += len(held)
@@ -288,18 +225,26 @@ class Engine:
         self._counters["forced_tokens"] += taken
         return taken
 
-    def _fail_batch(self, plan: Plan, error: Exception) -> None:
-        log.exception("step failed")
+    def _run_alone(self, plan: Plan) -> None:
+        """A step failed: whoever fails again alone is at fault, and the others go on. Nothing of the failed step was taken over."""
+        log.exception("a step of %d sequences failed", len(plan.scheduled))
         self._counters["failed_steps"] += 1
-        for sequence, _ in plan.scheduled:
-            self._scheduler.drop(sequence)
-            self._events.append(Failed(sequence, HeadraceError(f"the model step failed: {error}")))
+        if len(plan.scheduled) > 1:
+            for one in plan.scheduled:
+                self._run(Plan(scheduled=[one]))
+            return
+        sequence, _ = plan.scheduled[0]
+        self._scheduler.drop(sequence)
+        self._fail(sequence, HeadraceError("the model step failed on this worker"))
+
+    def _fail(self, sequence: Sequence, error: HeadraceError) -> None:
+        self._events.append(Failed(sequence.key, error, sequence.tally))
 
     def _take(self, sequence: Sequence, chosen: Chosen) -> None:
         """A new token: text, stop conditions, and the event."""
         if (token := chosen.token) is None:
             self._scheduler.drop(sequence)
-            self._events.append(Failed(sequence, InvalidRequest("the request's own bans and masks leave no token that may come next")))
+            self._fail(sequence, InvalidRequest("the request's own bans and masks leave no token that may come next"))
             return
         first = sequence.num_output == 0
         sequence.append(token)
@@ -361,38 +306,50 @@ class Engine:
             self._wake.notify()
 
     def _add(self, submission: Submission) -> None:
-        request = submission.request
-        sampling = request.sampling
-        detokenizer = Detokenizer(self._tokenizer, request.prompt_tokens, sampling.stop, sampling.include_stop, sampling.min_tokens)
-        detokenizer.push(list(request.output_tokens))
+        try:
+            sequence = self._new_sequence(submission)
+        except HeadraceError as error:
+            self._events.append(Failed(submission.request.key, error))
+        except Exception:  # one request that cannot begin must not end the thread, and with it all others
+            log.exception("request %s cannot begin", submission.request.key)
+            self._events.append(Failed(submission.request.key, HeadraceError("the request cannot begin on this worker")))
+        else:
+            if submission.request.sampling.grammar is not None:
+                sequence.guide = self._guides.open(submission.request, lambda error: self._refuse(sequence, error))
+            self._scheduler.add(sequence)
+
+    def _new_sequence(self, submission: Submission) -> Sequence:
+        """Raises what speaks against the request on this worker."""
+        request, sampling = submission.request, submission.request.sampling
+        given = (*request.prompt_tokens, *request.output_tokens)
+        most = min(len(request.prompt_tokens) + sampling.max_tokens, self._config.max_context_tokens)
+        if request.key in self._scheduler:
+            raise HeadraceError(f"request {request.key} is here already")
+        if not given or min(given) < 0 or max(given) >= self._runner.vocab_size:
+            raise InvalidRequest(f"prompt: token ids are 0 to {self._runner.vocab_size - 1} for this model", field="prompt")
+        if len(given) >= self._config.max_context_tokens or -(-most // self._config.block_tokens) > self._num_blocks:
+            raise ContextTooLong(f"{most} tokens do not fit this worker", field="max_tokens")
         adapter = self._adapters.find(request.adapter, request.adapter_revision)
-        salt = request_salt(self._salt, request.tenant, request.adapter, adapter.revision if adapter is not None else "")
-        sequence = Sequence(submission, self._config.block_tokens, salt, detokenizer, self._arrivals, self._tokenizer.stop_token_ids, adapter)
-        self._arrivals += 1
-        most = min(sequence.num_prompt + request.sampling.max_tokens, self._config.max_context_tokens)
         if request.adapter and adapter is None:
             revision = f" in revision {request.adapter_revision}" if request.adapter_revision else ""
-            self._events.append(Failed(sequence, UnknownModel(f"adapter {request.adapter!r} is not loaded here{revision}", field="model")))
-        elif sequence.num_tokens >= self._config.max_context_tokens or sequence.blocks_for(most) > self._num_blocks:
-            self._events.append(Failed(sequence, ContextTooLong(f"{most} tokens do not fit this worker", field="max_tokens")))
-        elif sequence.key in self._scheduler:
-            self._events.append(Failed(sequence, HeadraceError(f"request {sequence.key} is here already")))
-        else:
-            if request.sampling.grammar is not None:
-                sequence.guide = self._guides.open(request, lambda error: self._refuse(sequence, error))
-            self._scheduler.add(sequence)
+            raise UnknownModel(f"adapter {request.adapter!r} is not loaded here{revision}", field="model")
+        detokenizer = Detokenizer(self._tokenizer, request.prompt_tokens, sampling.stop, sampling.include_stop, sampling.min_tokens)
+        detokenizer.push(list(request.output_tokens))
+        salt = request_salt(self._salt, request.tenant, request.adapter, adapter.revision if adapter is not None else "")
+        self._arrivals += 1
+        return Sequence(submission, self._config.block_tokens, salt, detokenizer, self._arrivals, self._tokenizer.stop_token_ids, adapter)
 
     def _refuse(self, sequence: Sequence, error: HeadraceError) -> None:
         if self._scheduler.get(sequence.key) is sequence:
             self._scheduler.drop(sequence)
-            self._events.append(Failed(sequence, error))
+            self._fail(sequence, error)
 
     def _abort(self, key: SequenceKey) -> None:
         sequence = self._scheduler.get(key)
         if sequence is not None:
             self._counters["aborted"] += 1
             self._scheduler.drop(sequence)
-            self._events.append(Failed(sequence, Cancelled("aborted")))
+            self._fail(sequence, Cancelled("aborted"))
 
     def _loaded(self, key: SequenceKey, num_items: int) -> None:
         outcome = self._scheduler.loaded(key, num_items)
@@ -430,14 +387,6 @@ class Engine:
         self._counters["integrity_violations"] += len(violations)
         for violation in violations:
             log.error("integrity: %s", violation)
-
-
-def stage_of(sequence: Sequence) -> str:
-    """Where a sequence was when it ended, in the words of the life-cycle."""
-    phase = "prefill" if sequence.times.first_token == 0 and sequence.num_given == sequence.num_prompt else "decode"
-    if not sequence.times.started:
-        return f"{phase}_queued"
-    return phase if sequence.times.kv_ready else "kv_loading"
 
 
 def score_prompts(plan: Plan, logits: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ class FakeRunner:
 
     def __init__(self, config: EngineConfig, model_path: Path, model: ModelConfig, pool: npt.NDArray[np.uint8]) -> None:
         layout = model.layout(config.block_tokens, config.dtype)
-        self._vocabulary = model.vocab_size
+        self.vocab_size = model.vocab_size
         self._block_tokens = config.block_tokens
         planes = layout.num_kv_heads * layout.num_layers * 2
         self._pool = pool.view(np.int32).reshape(-1, planes, layout.block_tokens, layout.token_bytes // 4 // planes)
@@ -33,7 +33,7 @@ class FakeRunner:
         blocks, offsets = np.divmod(slots[written], self._block_tokens)
         self._pool[blocks, :, offsets, :] = tokens[written, None, None]
         starts, lengths, tables = batch.query_starts.numpy(), batch.context_lens.numpy(), batch.block_tables.numpy()
-        logits = torch.zeros(len(batch.logit_rows), self._vocabulary)
+        logits = torch.zeros(len(batch.logit_rows), self.vocab_size)
         for index, row in enumerate(batch.logit_rows.tolist()):
             sequence = int(np.searchsorted(starts, row, side="right")) - 1
             length = int(lengths[sequence]) - (int(starts[sequence + 1]) - 1 - row)
@@ -47,4 +47,4 @@ class FakeRunner:
         kv = self._pool[table[:num_blocks]]  # [blocks, planes, tokens, items]
         context = kv.transpose(0, 2, 1, 3).reshape(num_blocks * self._block_tokens, -1)[:length].astype(np.int64)
         weights = (np.arange(length) * 2654435761 + 12345) % 1000003
-        return int((context.mean(axis=1).round().astype(np.int64) * weights).sum() % self._vocabulary)
+        return int((context.mean(axis=1).round().astype(np.int64) * weights).sum() % self.vocab_size)

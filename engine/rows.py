@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from engine.engine import Chunk, Failed
+from engine.events import Chunk, Failed
 from engine.sequence import Tally
 from protocol import headrace_pb2 as pb
 
@@ -24,7 +24,7 @@ def chunk_row(chunk: Chunk, instants: Mapping[str, float]) -> pb.Row:
 
 def error_row(failed: Failed, work: pb.Work) -> pb.Row:
     """The last row of a request that failed here."""
-    error, (request_id, attempt) = failed.error, failed.sequence.key
+    error, (request_id, attempt) = failed.error, failed.key
     return pb.Row(
         request_id=request_id,
         attempt=attempt,
@@ -44,5 +44,6 @@ def tell(tally: Tally, work: pb.Work) -> pb.Work:
     work.reused_device_tokens = tally.reused_device_tokens
     work.reused_store_tokens = tally.reused_store_tokens
     work.recomputed_tokens = tally.recomputed_tokens
+    work.cached_tokens = tally.cached_tokens
     work.preemptions = tally.preemptions
     return work

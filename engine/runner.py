@@ -18,6 +18,8 @@ from protocol.errors import ConfigError
 
 
 class Runner(Protocol):
+    vocab_size: int  # of the logits
+
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [R, vocabulary] in fp32 for the batch's `logit_rows`; the KV of its tokens is in the pool afterwards."""
         ...
@@ -48,6 +50,7 @@ class TorchRunner:
         self._pool = torch.from_numpy(pool).view(dtype).view(-1, *layout.shape)
         self._attention = load_attention(config.attention, config.threads)
         positions = min(model.max_position_embeddings, config.max_context_tokens)  # a table of those that a sequence here can have
+        self.vocab_size = model.vocab_size
         self._model = LlamaModel.load(model_path, replace(model, max_position_embeddings=positions), dtype)
 
     def run(self, batch: Batch) -> torch.Tensor:

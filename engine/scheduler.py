@@ -131,6 +131,8 @@ class Scheduler:
         tokens = sum(item.num_tokens for item in items)
         expected = 0 if sequence.tally.preemptions else max(0, sequence.submission.handoff_tokens - sequence.num_stored)
         sequence.tally.reused_store_tokens += tokens
+        if not sequence.tally.preemptions and not sequence.submission.handoff_tokens:
+            sequence.tally.cached_tokens += tokens
         sequence.tally.recomputed_tokens += max(0, expected - tokens)
         if not sequence.tally.preemptions:
             self._shares.charge(sequence.request.tenant, -tokens)  # charged at admission as if to be computed
@@ -267,7 +269,9 @@ class Scheduler:
         sequence.blocks = [*matched, *self._pool.allocate(sequence.blocks_for(sequence.num_tokens) - len(matched))]
         sequence.num_named = sequence.num_shared = len(matched)
         sequence.hold(len(matched) * sequence.block_tokens)
-        sequence.tally.reused_device_tokens += len(matched) * sequence.block_tokens
+        found = len(matched) * sequence.block_tokens
+        sequence.tally.reused_device_tokens += found
+        sequence.tally.cached_tokens += 0 if sequence.tally.preemptions else found
         if not sequence.times.started:
             self._shares.charge(sequence.request.tenant, sequence.num_remaining)
         sequence.times.started = sequence.times.started or now

@@ -66,6 +66,7 @@ class Tally:
     computed_prompt_tokens: int = 0
     reused_device_tokens: int = 0
     reused_store_tokens: int = 0
+    cached_tokens: int = 0
     handoff_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0

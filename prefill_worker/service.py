@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from engine.engine import Admitted, Chunk, Engine, Event, Exported, Failed, Load
+from engine.engine import Engine
+from engine.events import Admitted, Chunk, Event, Exported, Failed, Load
 from engine.rows import chunk_row, error_row, tell
 from engine.scheduler import LoadItem
 from engine.sequence import Export, SequenceKey, Submission
@@ -88,7 +89,7 @@ class PrefillJob:
                 self._answer(event)
             case Failed():
                 self._end(keep_pushing=False)
-                self._emit(error_row(event, tell(event.sequence.tally, self._pushed)))
+                self._emit(error_row(event, tell(event.tally, self._pushed)))
 
     def _answer(self, chunk: Chunk) -> None:
         times = chunk.sequence.times

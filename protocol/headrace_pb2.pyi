@@ -564,6 +564,7 @@ class Work(_message.Message):
     CODEC_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     computed_tokens: _builtins.int
     """positions that went through the model, prompt and answer"""
     computed_prompt_tokens: _builtins.int
@@ -585,6 +586,8 @@ class Work(_message.Message):
     codec: _builtins.str
     transport: _builtins.str
     preemptions: _builtins.int
+    cached_tokens: _builtins.int
+    """found computed when the request first began here, by earlier requests: what a preempted one finds again does not count"""
     def __init__(
         self,
         *,
@@ -603,10 +606,11 @@ class Work(_message.Message):
         codec: _builtins.str = ...,
         transport: _builtins.str = ...,
         preemptions: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "computed_prompt_tokens", b"computed_prompt_tokens", "computed_tokens", b"computed_tokens", "handoff_tokens", b"handoff_tokens", "preemptions", b"preemptions", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes", "pulled_s", b"pulled_s", "pushed_blocks", b"pushed_blocks", "pushed_bytes", b"pushed_bytes", "pushed_s", b"pushed_s", "recomputed_tokens", b"recomputed_tokens", "reused_device_tokens", b"reused_device_tokens", "reused_store_tokens", b"reused_store_tokens", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "codec", b"codec", "computed_prompt_tokens", b"computed_prompt_tokens", "computed_tokens", b"computed_tokens", "handoff_tokens", b"handoff_tokens", "preemptions", b"preemptions", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes", "pulled_s", b"pulled_s", "pushed_blocks", b"pushed_blocks", "pushed_bytes", b"pushed_bytes", "pushed_s", b"pushed_s", "recomputed_tokens", b"recomputed_tokens", "reused_device_tokens", b"reused_device_tokens", "reused_store_tokens", b"reused_store_tokens", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

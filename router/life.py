@@ -271,8 +271,7 @@ class Life:
     def _count_cached(self, work: pb.Work, side: Side) -> None:
         """Only the first dispatch can tell what earlier requests left: later ones also find what this request itself computed."""
         if side.attempt == 1:
-            reused = work.reused_device_tokens + work.reused_store_tokens - work.handoff_tokens
-            self.timeline.cached_tokens = max(0, min(reused, len(self.request.prompt_tokens)))
+            self.timeline.cached_tokens = min(work.cached_tokens, len(self.request.prompt_tokens))
 
     # ---- failing ---------------------------------------------------------------------------------------------------------
 

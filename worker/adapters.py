@@ -79,7 +79,10 @@ async def _done(command: Callable[[Done], None]) -> None:
         if not future.done():
             future.set_result(error)
 
-    command(lambda error: loop.call_soon_threadsafe(settle, error) and None)
+    def done(error: HeadraceError | None) -> None:
+        loop.call_soon_threadsafe(settle, error)
+
+    command(done)
     error = await future
     if error is not None:
         raise error

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from engine.engine import Event
+from engine.events import Event
 from engine.sequence import SequenceKey
 from protocol import headrace_pb2 as pb
 from protocol.channel import VERSION, require_token, version_accepted
@@ -116,13 +116,13 @@ class DataPlane:
     def handle_events(self, events: list[Event]) -> None:
         """Events of one engine step, on the event loop."""
         for event in events:
-            owned = self._jobs.get(event.sequence.key)
+            owned = self._jobs.get(event.key)
             if owned is None:
                 continue
             try:
                 owned[0].handle(event)
             except Exception:  # the other jobs' events must not be lost with it
-                log.exception("request %s: %s could not be handled", event.sequence.key, type(event).__name__)
+                log.exception("request %s: %s could not be handled", event.key, type(event).__name__)
                 owned[0].abort()
 
     async def Connect(

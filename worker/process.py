@@ -20,7 +20,8 @@ from redis.asyncio import Redis
 
 from decode_worker.service import DecodeService
 from engine.batch import Batch
-from engine.engine import Engine, Event
+from engine.engine import Engine
+from engine.events import Event
 from engine.model_config import ModelConfig
 from engine.runner import Runner, open_runner
 from engine.tokenizer import Tokenizer

@@ -21,7 +21,8 @@ from fakes.lora import write_adapter
 from fakes.model import write_tiny_model
 
 from engine.config import EngineConfig
-from engine.engine import Chunk, Engine, Event, Exported, Failed, Load
+from engine.engine import Engine
+from engine.events import Chunk, Event, Exported, Failed, Load
 from engine.lora import load_adapter
 from engine.model_config import ModelConfig
 from engine.runner import open_runner
@@ -157,7 +158,7 @@ class Pair:
         return private_hash(*key, len(PROMPT)) if len(PROMPT) % BLOCK_TOKENS else None
 
     def _handle(self, side: Side, event: Event, outcomes: dict[str, Outcome]) -> None:
-        key = event.sequence.key
+        key = event.key
         match event:
             case Exported():
                 self._carried |= {item.hash: side.block(item.block).copy() for item in event.items}

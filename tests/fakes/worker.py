@@ -190,15 +190,13 @@ class FakeWorker:
         prompt = list(request.prompt_tokens)
         ends = "length" if request.sampling.max_tokens == 1 else "stop" if self.eos_after == 1 else "handoff"
         row = self._token_row(request, 0, ends)
-        row.work.CopyFrom(pb.Work(computed_tokens=len(prompt), reused_device_tokens=self.cached_tokens))
+        row.work.CopyFrom(pb.Work(computed_tokens=len(prompt), cached_tokens=self.cached_tokens))
         row.instants.add(name="prefill_started", at=request.deadline - 100)
         row.kv_pushed = self.kv_pushed and not self.late_report
         self._say(outbox, row)
         if ends == "handoff" and self.late_report:
             await asyncio.sleep(0.01)
-            work = pb.Work(
-                computed_tokens=len(prompt), reused_device_tokens=self.cached_tokens, pushed_blocks=2, pushed_bytes=2000, pushed_s=0.001, codec="raw"
-            )
+            work = pb.Work(computed_tokens=len(prompt), cached_tokens=self.cached_tokens, pushed_blocks=2, pushed_bytes=2000, pushed_s=0.001, codec="raw")
             self._say(outbox, pb.Row(request_id=request.request_id, attempt=request.attempt, work=work, kv_pushed=self.kv_pushed))
 
     async def _decode(self, message: pb.Decode, outbox: "asyncio.Queue[pb.WorkerMessage]") -> None:
@@ -217,7 +215,7 @@ class FakeWorker:
             row = self._token_row(request, position, ends)
             if ends:
                 handed = len(request.prompt_tokens) if message.handoff_attempt else 0
-                row.work.CopyFrom(pb.Work(reused_store_tokens=handed, handoff_tokens=handed, reused_device_tokens=0 if handed else self.cached_tokens))
+                row.work.CopyFrom(pb.Work(reused_store_tokens=handed, handoff_tokens=handed, cached_tokens=0 if handed else self.cached_tokens))
             self._say(outbox, row)
             await asyncio.sleep(self.token_s)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from decode_worker.service import DecodeService
-from engine.engine import Load
+from engine.events import Load
 from engine.scheduler import LoadItem
 from engine.sequence import Sequence
 from kvstore.hashing import hold_name

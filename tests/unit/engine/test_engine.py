@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fakes.model import write_tiny_model
 
+from engine.batch import Batch
 from engine.config import EngineConfig
-from engine.engine import Chunk, Engine, Event, Exported, Failed, Load
+from engine.engine import Engine
+from engine.events import Chunk, Event, Exported, Failed, Load
 from engine.model_config import ModelConfig
 from engine.runner import open_runner
 from engine.sequence import Export, SequenceKey, Submission
@@ -54,7 +57,7 @@ class Bench:
         reasons: dict[SequenceKey, str] = {}
         while len(reasons) < len(keys):
             event = self.events.get(timeout=20)
-            key = event.sequence.key
+            key = event.key
             if isinstance(event, Chunk):
                 tokens[key] += event.tokens
                 text[key] += event.text
@@ -152,7 +155,7 @@ def test_a_handoff_goes_on_with_the_same_tokens_and_computes_no_prompt(model_pat
             if isinstance(event, Load):
                 for item in event.items:
                     decode.block(item.block)[:] = carried[item.hash]
-                decode.engine.loaded(event.sequence.key, len(event.items))
+                decode.engine.loaded(event.key, len(event.items))
             elif isinstance(event, Chunk):
                 tokens += event.tokens
                 last = event.sequence
@@ -233,7 +236,7 @@ def test_a_preempted_sequence_finds_what_it_wrote_back(model_path: Path, runner:
     with bench(model_path, runner=runner, blocks=10) as it:
 
         def interrupt(event: Event) -> None:
-            if isinstance(event, Chunk) and event.sequence.num_output == 80 and event.sequence.key == victim.key:
+            if isinstance(event, Chunk) and event.sequence.num_output == 80 and event.key == victim.key:
                 it.engine.submit(Submission(urgent))
 
         it.on_event = interrupt
@@ -247,8 +250,8 @@ def test_a_preempted_sequence_finds_what_it_wrote_back(model_path: Path, runner:
                 present = [item for item in event.items if item.hash in stored]
                 for item in present:
                     it.block(item.block)[:] = stored[item.hash]
-                it.engine.loaded(event.sequence.key, len(present))
-            elif isinstance(event, Chunk) and event.sequence.key == victim.key:
+                it.engine.loaded(event.key, len(present))
+            elif isinstance(event, Chunk) and event.key == victim.key:
                 tokens += event.tokens
                 tally = event.sequence.tally
         assert tokens == expected[0]
@@ -317,8 +320,8 @@ def test_prompt_logprobs_compute_every_position_past_the_cache_and_survive_preem
             event = it.events.get(timeout=20)
             assert not isinstance(event, Failed)
             if isinstance(event, Chunk) and event.prompt_logprobs:
-                assert event.sequence.key not in scored
-                scored[event.sequence.key] = event.prompt_logprobs
+                assert event.key not in scored
+                scored[event.key] = event.prompt_logprobs
             preemptions = max(preemptions, event.sequence.tally.preemptions)
         assert preemptions > 0
         assert all(some == chunk.prompt_logprobs for some in scored.values())
@@ -337,3 +340,36 @@ def test_an_engine_that_ended_by_a_fault_says_so(model_path: Path) -> None:
     bench.engine.unpin([0])  # nobody pinned it
     bench.engine._thread.join(20)
     assert not bench.engine.is_alive
+
+
+def test_a_request_that_breaks_the_step_fails_alone(model_path: Path) -> None:
+    """Whoever makes a step fail is found by running its sequences alone; the others go on as if nothing had been."""
+    with bench(model_path) as it:
+        for name in ("a", "b"):
+            it.engine.submit(Submission(request(name, list(range(40)), max_tokens=12)))
+        alone = it.collect({("a", 0), ("b", 0)})
+        whole, run = it.engine._runner, it.engine._runner.run
+
+        def fragile(batch: Batch) -> torch.Tensor:
+            if 201 in batch.tokens.tolist():
+                raise RuntimeError("a poisoned token")
+            return run(batch)
+
+        whole.run = fragile  # type: ignore[method-assign]
+        for name, prompt in (("a", list(range(40))), ("poison", [201] * 40), ("b", list(range(40)))):
+            it.engine.submit(Submission(request(name, prompt, max_tokens=12)))
+        together = it.collect({("a", 0), ("poison", 0), ("b", 0)})
+        assert together["poison", 0][2] == "internal_error"
+        assert (together["a", 0], together["b", 0]) == (alone["a", 0], alone["b", 0])
+
+
+def test_tokens_that_the_model_lacks_are_refused_and_harm_nobody(model_path: Path) -> None:
+    with bench(model_path) as it:
+        it.engine.submit(Submission(request("strange", [1, 2, 9999])))
+        it.engine.submit(Submission(request("negative", [-1, 2, 3])))
+        it.engine.submit(Submission(request("fine", [1, 2, 3])))
+        ends = it.collect({("strange", 0), ("negative", 0), ("fine", 0)})
+        assert ends["strange", 0][2] == "invalid_request"
+        assert ends["negative", 0][2] == "invalid_request"
+        assert ends["fine", 0][2] == "length"
+        assert it.engine.is_alive

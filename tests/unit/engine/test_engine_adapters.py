@@ -14,7 +14,8 @@ from fakes.model import write_tiny_model
 from transformers import LlamaForCausalLM
 
 from engine.config import EngineConfig, LoraConfig
-from engine.engine import Chunk, Engine, Event, Failed
+from engine.engine import Engine
+from engine.events import Chunk, Event, Failed
 from engine.lora import Adapter, load_adapter
 from engine.model_config import ModelConfig
 from engine.runner import open_runner
@@ -58,10 +59,10 @@ class Bench:
         tokens: list[int] = []
         while True:
             for event in self._past:
-                if event.sequence.key == key and isinstance(event, Chunk | Failed):
+                if event.key == key and isinstance(event, Chunk | Failed):
                     tokens += event.tokens if isinstance(event, Chunk) else []
                     if isinstance(event, Failed) or event.finish_reason:
-                        self._past = [other for other in self._past if other.sequence.key != key]
+                        self._past = [other for other in self._past if other.key != key]
                         return tokens, event
             tokens = []
             self._past.append(self._events.get(timeout=30))

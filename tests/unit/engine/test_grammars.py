@@ -14,7 +14,8 @@ from fakes.model import write_tiny_model
 
 from bench.schemas import SCHEMAS
 from engine.config import EngineConfig
-from engine.engine import Chunk, Engine, Event, Failed
+from engine.engine import Engine
+from engine.events import Chunk, Event, Failed
 from engine.grammars import Grammars
 from engine.guide import Guide, Span, json_tokens, mask_of
 from engine.model_config import ModelConfig
@@ -180,7 +181,7 @@ def run(engine: tuple[Engine, "queue.Queue[Event]"], requests: list[GenerationRe
     texts, ends = {request.request_id: "" for request in requests}, {}
     while len(ends) < len(requests):
         event = engine[1].get(timeout=60)
-        name = event.sequence.request.request_id
+        name = event.key[0]
         if isinstance(event, Chunk):
             texts[name] += event.text
             if event.finish_reason:

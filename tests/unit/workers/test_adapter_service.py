@@ -13,7 +13,8 @@ from fakes.lora import write_adapter
 from fakes.model import write_tiny_model
 
 from engine.config import EngineConfig, LoraConfig
-from engine.engine import Chunk, Engine, Event
+from engine.engine import Engine
+from engine.events import Chunk, Event
 from engine.model_config import ModelConfig
 from engine.runner import open_runner
 from engine.sequence import Submission

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from engine.engine import Event
+from engine.events import Event
 from protocol import headrace_pb2 as pb
 from worker.data_plane import DataPlane, RouterStream
 

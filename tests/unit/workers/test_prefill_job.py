@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from engine.engine import Admitted, Chunk, Exported, Failed
+from engine.events import Admitted, Chunk, Exported, Failed
 from engine.scheduler import LoadItem
 from engine.sequence import Sequence
 from kvstore.loader import NodeLoader
@@ -80,7 +80,7 @@ async def test_an_aborted_job_reports_no_push() -> None:
     job.handle(Admitted(sequence))
     job.handle(exported(sequence, 3))
     job.abort()
-    job.handle(Failed(sequence, Cancelled("aborted")))
+    job.handle(Failed(sequence.key, Cancelled("aborted")))
     await ended(job)
     assert engine.unpinned == [3] and engine.aborted == 1
     assert [row.finish_reason for row in rows] == ["error"]
