@@ -15,24 +15,29 @@ from torch import Tensor
 
 from engine.attention import Attention, Step
 from engine.batch import Batch
+from engine.linear import load_format
 from engine.model_config import ModelConfig
 from engine.rotary import Rotary
-from engine.weights import LayerWeights, Linear, Weights, load_weights
+from engine.weights import LayerWeights, Weights, load_weights
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What flows between the layers, for some rows; every layer overwrites it."""
+    """What flows between the layers, for some rows; every layer overwrites it. The residual stream is fp32 whatever the activations are."""
 
-    residual: Array  # [T, hidden]
-    hidden: Array  # [T, hidden]: normed, then a projection's result
+    residual: Array  # [T, hidden], fp32
+    update: Array  # [T, hidden], fp32: what is added to it next
+    hidden: Array  # [T, hidden]: normed
     gate_up: Array  # [T, 2 intermediate]
     product: Array  # [T, intermediate]
 
     @staticmethod
-    def of(residual: Tensor, hidden: Tensor, config: ModelConfig) -> "Rows":
-        rows, wide = len(residual), config.intermediate_size
-        return Rows(Array(residual), Array(hidden), Array(residual.new_empty(rows, 2 * wide)), Array(residual.new_empty(rows, wide)))
+    def of(residual: Tensor, update: Tensor, config: ModelConfig, dtype: torch.dtype) -> "Rows":
+        def empty(width: int) -> Array:
+            return Array(torch.empty(len(residual), width, dtype=dtype))
+
+        wide = config.intermediate_size
+        return Rows(Array(residual), Array(update), empty(config.hidden_size), empty(2 * wide), empty(wide))
 
 
 class LlamaModel:
@@ -43,31 +48,31 @@ class LlamaModel:
         self._threads = torch.get_num_threads()
 
     @staticmethod
-    def load(folder: Path, config: ModelConfig, dtype: torch.dtype) -> "LlamaModel":
-        """Computes in `dtype` (bf16 or fp32) on as many threads as torch has now. Raises ConfigError as load_weights does."""
-        return LlamaModel(config, load_weights(folder, config, dtype))
+    def load(folder: Path, config: ModelConfig, weights: str) -> "LlamaModel":
+        """`weights`: a row of LINEARS. Computes on as many threads as torch has now. Raises ConfigError as load_weights does."""
+        return LlamaModel(config, load_weights(folder, config, load_format(weights)))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: Attention) -> Tensor:
         """fp32 logits [R, vocabulary] of the batch's logit_rows; afterwards `pool` [num_blocks, KH, L, 2, B, D] holds the K/V of its tokens."""
         config, layers = self._config, self._weights.layers
-        residual = F.embedding(batch.tokens, self._weights.embedding)
-        hidden = torch.empty_like(residual)
-        rows = Rows.of(residual, hidden, config)
-        step = self._step(batch, pool, residual)
+        embedded = F.embedding(batch.tokens, self._weights.embedding)
+        residual, update = embedded.float(), torch.empty(embedded.shape)
+        rows = Rows.of(residual, update, config, embedded.dtype)
+        step = self._step(batch, pool, embedded)
         qkv, attended, attend = Array(step.qkv), Array(step.out.flatten(1)), attention.begin(step)
         headrace_native.rms_norm(rows.hidden, rows.residual, layers[0].input_norm, config.rms_norm_eps, self._threads)
         for index, layer in enumerate(layers):
-            self._linear(qkv, rows.hidden, layer.qkv)
+            layer.qkv(qkv, rows.hidden, self._threads)
             attend(index)
-            self._linear(rows.hidden, attended, layer.output)
+            layer.output(rows.update, attended, self._threads)
             if index + 1 == len(layers):  # from here on only the rows whose logits are wanted
-                residual, hidden = residual[batch.logit_rows], hidden[batch.logit_rows]
-                rows = Rows.of(residual, hidden, config)
+                residual, update = residual[batch.logit_rows], update[batch.logit_rows]
+                rows = Rows.of(residual, update, config, embedded.dtype)
             self._feed_forward(layer, rows)
             self._add_norm(rows, self._weights.norm if index + 1 == len(layers) else layers[index + 1].input_norm)
         logits = torch.empty(len(batch.logit_rows), config.vocab_size)
-        self._linear(Array(logits), rows.hidden, self._weights.head)
+        self._weights.head(Array(logits), rows.hidden, self._threads)
         return logits
 
     def _step(self, batch: Batch, pool: Tensor, like: Tensor) -> Step:
@@ -77,15 +82,11 @@ class LlamaModel:
         return Step(batch, pool, self._rotary, qkv, out, config.head_dim**-0.5)
 
     def _feed_forward(self, layer: LayerWeights, rows: Rows) -> None:
-        """Adds rows.hidden (the attention's result) to the residual; rows.hidden is then what the layer adds next."""
+        """Adds rows.update (the attention's result) to the residual; rows.update is then what the layer adds next."""
         self._add_norm(rows, layer.post_norm)
-        self._linear(rows.gate_up, rows.hidden, layer.gate_up)
+        layer.gate_up(rows.gate_up, rows.hidden, self._threads)
         headrace_native.silu_mul(rows.product, rows.gate_up, self._threads)
-        self._linear(rows.hidden, rows.product, layer.down)
+        layer.down(rows.update, rows.product, self._threads)
 
     def _add_norm(self, rows: Rows, weight: Array) -> None:
-        headrace_native.add_rms_norm(rows.hidden, rows.residual, rows.hidden, weight, self._config.rms_norm_eps, self._threads)
-
-    def _linear(self, out: Array, x: Array, layer: Linear) -> None:
-        """x [T, K] -> out [T, N]: the one place where matrices are multiplied."""
-        headrace_native.linear(out, x, layer.packed, layer.bias, self._threads)
+        headrace_native.add_rms_norm(rows.hidden, rows.residual, rows.update, weight, self._config.rms_norm_eps, self._threads)

@@ -46,7 +46,7 @@ class TorchRunner:
         dtype = getattr(torch, config.dtype)
         self._pool = torch.from_numpy(pool).view(dtype).view(-1, *layout.shape)
         self._attention = load_attention(config.attention, config.threads)
-        self._model = LlamaModel.load(model_path, model, dtype)
+        self._model = LlamaModel.load(model_path, model, config.weight_format)
 
     def run(self, batch: Batch) -> torch.Tensor:
         return self._model.forward(batch, self._pool, self._attention)
