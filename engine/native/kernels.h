@@ -78,7 +78,6 @@ struct LinearArgs {
     const char* weight;     // packed, see linear.h
     const float* bias;      // [N] or null
     int64_t rows, n, steps;
-    int64_t ahead;          // bytes from a panel to the one that this thread probably computes next
     const float* x_scales;  // the rest only for int8: [T]
     const int32_t* x_sums;  // [T]
     const float* scales;    // [panels, PANEL]

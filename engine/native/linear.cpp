@@ -66,11 +66,9 @@ void quantize_rows(const Array& out, const Array& scales, const Array& x, int nu
     run_quantize({(int8_t*)out.data(), (float*)scales.data(), nullptr, (const char*)x.data(), k}, dtype, rows, num_threads);
 }
 
-void run_panels(LinearKind kind, LinearArgs args, int num_threads) {
+void run_panels(LinearKind kind, const LinearArgs& args, int num_threads) {
     auto kernel = current_kernels().linear[kind];
-    int64_t panels = panels_of(args.n), panel_bytes = args.steps * PANEL * 4;
-    args.ahead = panel_bytes * std::max<int64_t>(1, std::min<int64_t>(num_threads, panels));
-    if (args.rows > 0) parallel_for(panels, num_threads, [&](int64_t panel) { kernel(args, panel, panel + 1); });
+    if (args.rows > 0) parallel_for(panels_of(args.n), num_threads, [&](int64_t panel) { kernel(args, panel, panel + 1); });
 }
 
 struct Operands {
@@ -100,7 +98,7 @@ void linear(const Array& out, const Array& x, const Array& packed, const Array* 
     require_packed(packed, "packed", o.n, o.k, items);
     LinearKind kind = o.dtype == FP32 ? FP32_FP32 : o.out_dtype == FP32 ? BF16_FP32 : BF16_BF16;
     nb::gil_scoped_release released;
-    run_panels(kind, {(char*)out.data(), (const char*)x.data(), (const char*)packed.data(), o.bias, o.rows, o.n, o.k / items, 0, nullptr, nullptr, nullptr}, num_threads);
+    run_panels(kind, {(char*)out.data(), (const char*)x.data(), (const char*)packed.data(), o.bias, o.rows, o.n, o.k / items, nullptr, nullptr, nullptr}, num_threads);
 }
 
 // Rows of x rounded to int8, each with its scale, in the caller's own scratch.
@@ -128,7 +126,7 @@ void linear_int8(const Array& out, const Array& x, const Array& packed, const Ar
     Rounded rounded(o.rows, steps);
     run_quantize({rounded.x, rounded.scales, rounded.sums, (const char*)x.data(), o.k}, o.dtype, o.rows, num_threads);
     run_panels(o.out_dtype == FP32 ? INT8_FP32 : INT8_BF16,
-               {(char*)out.data(), (const char*)rounded.x, (const char*)packed.data(), o.bias, o.rows, o.n, steps, 0, rounded.scales, rounded.sums, (const float*)scales.data()},
+               {(char*)out.data(), (const char*)rounded.x, (const char*)packed.data(), o.bias, o.rows, o.n, steps, rounded.scales, rounded.sums, (const float*)scales.data()},
                num_threads);
 }
 
