@@ -8,7 +8,7 @@ from typing import Protocol
 
 import headrace_native
 import torch
-from headrace_native import PANEL, Array
+from headrace_native import PANEL, ROTATED, Array
 from torch import Tensor
 
 from engine.arena import Arena
@@ -67,7 +67,7 @@ class Bf16:
 
 
 class W8A8:
-    """int8 weights, one scale for each output; activations rounded to int8 row by row as they come; sums exact."""
+    """int8 weights, one scale for each output; activations rounded to int8 row by row as they come; both rotated first, sums exact."""
 
     dtype = torch.bfloat16
 
@@ -99,7 +99,7 @@ class PlainLinear:
 class Int8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None, arena: Arena) -> None:
         outputs, width = weight.shape
-        rounded = torch.empty(outputs, -(-width // 4) * 4, dtype=torch.int8)
+        rounded = torch.empty(outputs, -(-width // ROTATED) * ROTATED, dtype=torch.int8)
         scales = torch.zeros(-(-outputs // PANEL) * PANEL)
         headrace_native.quantize_rows(rounded, scales[:outputs], weight)
         self._packed = Array(_packed(rounded, arena))

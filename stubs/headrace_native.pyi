@@ -1,6 +1,7 @@
 from torch import Tensor
 
 PANEL: int
+ROTATED: int
 
 class Array:
     def __init__(self, tensor: Tensor) -> None: ...

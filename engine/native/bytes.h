@@ -1,5 +1,7 @@
-// int8: rows quantised symmetrically by their largest magnitude, and lanes of four bytes. Included by isa_*.cpp after simd.h.
+// int8: rows rotated and rounded symmetrically by their largest magnitude, and lanes of four bytes. Included by isa_*.cpp after simd.h.
 //
+// Rotation: x and w alike are multiplied, 64 values at a time, by an orthogonal matrix (Hadamard), which leaves their product as it is but spreads
+// a channel much larger than the others over 64, so that the others keep their digits.
 // Values lie in [-127, 127]. Packed weights are stored plus 128, as unsigned bytes; sums are exact in int32, so no order matters. K is at most
 // 65,536 (module.cpp checks it): 255 * 127 * K fits.
 
@@ -33,43 +35,69 @@ struct ByteLanes {
 #endif
 };
 
-template <class T> float largest_magnitude(const T* x, int64_t size) {
-    F most = Simd::zero();
-    int64_t i = 0;
-    for (; i + W <= size; i += W) {
-        F v = Simd::load(x + i);
-        most = Simd::max(most, Simd::max(v, Simd::sub(Simd::zero(), v)));
+constexpr int ROTATED_VECTORS = ROTATED / W;
+
+template <int H> void rotate_lanes(F* v) {
+    if constexpr (H < W) {
+        float signs[W];
+        for (int i = 0; i < W; ++i) signs[i] = i & H ? -1.f : 1.f;
+        F sign = Simd::load(signs);
+#pragma GCC unroll 8
+        for (int i = 0; i < ROTATED_VECTORS; ++i) v[i] = Simd::fma(v[i], sign, Simd::swap<H>(v[i]));
+        rotate_lanes<2 * H>(v);
     }
-    if (i < size) {
-        F v = load_first(x + i, int(size - i));
-        most = Simd::max(most, Simd::max(v, Simd::sub(Simd::zero(), v)));
+}
+
+template <int H> void rotate_vectors(F* v) {
+    if constexpr (H < ROTATED_VECTORS) {
+#pragma GCC unroll 8
+        for (int i = 0; i < ROTATED_VECTORS; ++i)
+            if (!(i & H)) {
+                F a = v[i], b = v[i + H];
+                v[i] = Simd::add(a, b);
+                v[i + H] = Simd::sub(a, b);
+            }
+        rotate_vectors<2 * H>(v);
     }
-    return Simd::largest(most);
+}
+
+inline F magnitude(F v) { return Simd::max(v, Simd::sub(Simd::zero(), v)); }
+
+// ROTATED values times the Hadamard matrix (of 1 and -1). The largest of their magnitudes.
+template <class T> F rotate_block(float* out, const T* x, int64_t left, F most) {
+    F v[ROTATED_VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < ROTATED_VECTORS; ++i) {
+        int64_t n = left - i * W;
+        v[i] = n >= W ? Simd::load(x + i * W) : n > 0 ? load_first(x + i * W, int(n)) : Simd::zero();
+    }
+    rotate_lanes<1>(v);
+    rotate_vectors<1>(v);
+#pragma GCC unroll 8
+    for (int i = 0; i < ROTATED_VECTORS; ++i) {
+        Simd::store(out + i * W, v[i]);
+        most = Simd::max(most, magnitude(v[i]));
+    }
+    return most;
 }
 
 // A row that is not finite gets a scale that is not, so that it stays visible.
-template <class T> void quantize_rows(const QuantizeArgs& a, int64_t first, int64_t last) {
-    int64_t padded = (a.k + 3) / 4 * 4;
+template <class T> void quantize_rows(const QuantizeArgs& a, int64_t first, int64_t last, float* rotated) {
+    int64_t padded = (a.k + ROTATED - 1) / ROTATED * ROTATED;
     for (int64_t row = first; row < last; ++row) {
         const T* x = (const T*)a.x + row * a.k;
         int8_t* out = a.out + row * padded;
-        float largest = largest_magnitude(x, a.k);
-        F inverse = Simd::set1(largest > 0.f ? 127.f / largest : 0.f), total = Simd::zero();  // a sum of whole numbers below 2^24: exact
-        int64_t i = 0;
-        for (; i + W <= a.k; i += W) {
-            F whole = Simd::round(Simd::mul(Simd::load(x + i), inverse));
+        F most = Simd::zero(), total = Simd::zero();  // total: of whole numbers, below 2^24, so exact
+        for (int64_t i = 0; i < padded; i += ROTATED) most = rotate_block(rotated + i, x + i, a.k - i, most);
+        float largest = Simd::largest(most);
+        F inverse = Simd::set1(largest > 0.f ? 127.f / largest : 0.f);
+        for (int64_t i = 0; i < padded; i += W) {
+            F whole = Simd::round(Simd::mul(Simd::load(rotated + i), inverse));
             total = Simd::add(total, whole);
             Simd::store_bytes(out + i, whole);
         }
-        if (i < a.k) {
-            int8_t lanes[W];
-            F whole = Simd::round(Simd::mul(load_first(x + i, int(a.k - i)), inverse));
-            total = Simd::add(total, whole);
-            Simd::store_bytes(lanes, whole);
-            for (int lane = 0; i < padded; ++i, ++lane) out[i] = lanes[lane];
-        }
         float sum = Simd::sum(total);
-        a.scales[row] = sum == sum ? largest / 127.f : sum;
+        a.scales[row] = sum == sum ? largest / (127.f * ROTATION_NORM) : sum;
         if (a.sums) a.sums[row] = sum == sum ? int32_t(sum) : 0;
     }
 }

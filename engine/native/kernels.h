@@ -12,6 +12,8 @@ namespace headrace {
 enum Dtype { BF16 = 0, FP32 = 1 };
 
 constexpr int PANEL = 64;        // outputs of a matrix product that are packed side by side
+constexpr int ROTATED = 64;      // values that the rotation before rounding to int8 mixes
+constexpr float ROTATION_NORM = 8.f;  // sqrt(ROTATED)
 constexpr int TILE_TOKENS = 32;  // K/V tokens that one softmax update covers; block_tokens is a multiple of it
 
 struct Pool {  // [num_blocks][kv head][layer][K, V][token][dim]
@@ -65,7 +67,7 @@ struct RopeArgs {
 };
 
 struct QuantizeArgs {
-    int8_t* out;    // [T, 4 steps], columns past K are 0
+    int8_t* out;    // [T, K rounded up to ROTATED]
     float* scales;  // [T]
     int32_t* sums;  // [T] of the rounded values, or null
     const char* x;  // [T, K]
@@ -94,7 +96,7 @@ struct Kernels {
     void (*norm[2])(const NormArgs&, int64_t first, int64_t last);
     void (*silu_mul[2])(char* out, const char* gate_up, int64_t size, int64_t first, int64_t last);
     void (*rope[2])(const RopeArgs&, int64_t first, int64_t last);
-    void (*quantize[2])(const QuantizeArgs&, int64_t first, int64_t last);
+    void (*quantize[2])(const QuantizeArgs&, int64_t first, int64_t last, float* rotated);  // rotated: scratch for one row
     void (*linear[LINEAR_KINDS])(const LinearArgs&, int64_t first_panel, int64_t last_panel);
     uint64_t (*read)(const char* data, int64_t bytes);        // a checksum: one streaming pass
     int64_t (*multiply[PEAKS])(int64_t repeats, float* sink);  // multiplications of a register-blocked loop without memory

@@ -19,6 +19,8 @@ void require_bytes(const Array& a, const char* name, std::vector<int64_t> shape)
 
 int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
+int64_t rotated_columns(int64_t k) { return (k + ROTATED - 1) / ROTATED * ROTATED; }
+
 int items_per_lane(const Array& a) { return is_bytes(a) ? 4 : 4 / item_bytes(float_dtype(a, "weight")); }
 
 void require_packed(const Array& packed, const char* name, int64_t n, int64_t k, int items) {
@@ -50,7 +52,9 @@ void pack_linear(const Array& packed, const Array& weight) {
 
 void run_quantize(const QuantizeArgs& args, Dtype dtype, int64_t rows, int num_threads) {
     auto kernel = current_kernels().quantize[dtype];
-    over_rows(rows, args.k * item_bytes(dtype), num_threads, [&](int64_t first, int64_t last) { kernel(args, first, last); });
+    over_rows(rows, args.k * item_bytes(dtype), num_threads, [&](int64_t first, int64_t last) {
+        kernel(args, first, last, (float*)thread_scratch(size_t(rotated_columns(args.k)) * sizeof(float)));
+    });
 }
 
 void quantize_rows(const Array& out, const Array& scales, const Array& x, int num_threads) {
@@ -59,7 +63,7 @@ void quantize_rows(const Array& out, const Array& scales, const Array& x, int nu
     require_contiguous(x, "x");
     int64_t rows = int64_t(x.shape(0)), k = int64_t(x.shape(1));
     require(k <= MAX_INT8_COLUMNS, "x", "too many columns");
-    require_bytes(out, "out", {rows, (k + 3) / 4 * 4});
+    require_bytes(out, "out", {rows, rotated_columns(k)});
     require_float(scales, "scales", FP32, {rows});
     require_contiguous(scales, "scales");
     nb::gil_scoped_release released;
@@ -101,14 +105,16 @@ void linear(const Array& out, const Array& x, const Array& packed, const Array* 
     run_panels(kind, {(char*)out.data(), (const char*)x.data(), (const char*)packed.data(), o.bias, o.rows, o.n, o.k / items, nullptr, nullptr, nullptr}, num_threads);
 }
 
-// Rows of x rounded to int8, each with its scale, in the caller's own scratch.
+// Rows of x rounded to int8, each with its scale, in memory that the calling thread keeps.
 struct Rounded {
     int8_t* x;
     float* scales;
     int32_t* sums;
 
     Rounded(int64_t rows, int64_t steps) {
-        x = (int8_t*)thread_scratch(size_t(rows) * size_t(steps + 2) * 4);
+        thread_local std::vector<uint32_t> memory;
+        if (memory.size() < size_t(rows * (steps + 2))) memory.resize(size_t(rows * (steps + 2)));
+        x = (int8_t*)memory.data();
         scales = (float*)(x + rows * steps * 4);
         sums = (int32_t*)(scales + rows);
     }
@@ -118,11 +124,11 @@ void linear_int8(const Array& out, const Array& x, const Array& packed, const Ar
     Operands o = operands_of(out, x, bias);
     if (!is_bytes(packed)) throw nb::type_error("packed: int8 expected");
     require(o.k <= MAX_INT8_COLUMNS, "x", "too many columns");
-    require_packed(packed, "packed", o.n, o.k, 4);
+    require_packed(packed, "packed", o.n, rotated_columns(o.k), 4);
     require_float(scales, "scales", FP32, {panels_of(o.n) * PANEL});
     require_contiguous(scales, "scales");
     nb::gil_scoped_release released;
-    int64_t steps = (o.k + 3) / 4;
+    int64_t steps = rotated_columns(o.k) / 4;
     Rounded rounded(o.rows, steps);
     run_quantize({rounded.x, rounded.scales, rounded.sums, (const char*)x.data(), o.k}, o.dtype, o.rows, num_threads);
     run_panels(o.out_dtype == FP32 ? INT8_FP32 : INT8_BF16,
@@ -134,6 +140,7 @@ void linear_int8(const Array& out, const Array& x, const Array& packed, const Ar
 
 void bind_linear(nb::module_& m) {
     m.attr("PANEL") = PANEL;
+    m.attr("ROTATED") = ROTATED;
     m.def("pack_linear", pack_linear, nb::arg("packed"), nb::arg("weight"));
     m.def("quantize_rows", quantize_rows, nb::arg("out"), nb::arg("scales"), nb::arg("x"), nb::arg("num_threads") = 1);
     m.def("linear", linear, nb::arg("out"), nb::arg("x"), nb::arg("packed"), nb::arg("bias").none() = nb::none(), nb::arg("num_threads") = 1);

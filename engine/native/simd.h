@@ -24,7 +24,12 @@ struct Simd {
     static float largest(F a) { return _mm512_reduce_max_ps(a); }
     static F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static F power_of_two(F n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23)); }
-    static I no_sum() { return _mm512_setzero_si512(); }
+    template <int H> static F swap(F a) {  // lane i with lane i ^ H
+        if constexpr (H == 1) return _mm512_permute_ps(a, 0xb1);
+        else if constexpr (H == 2) return _mm512_permute_ps(a, 0x4e);
+        else if constexpr (H == 4) return _mm512_shuffle_f32x4(a, a, 0xb1);
+        else return _mm512_shuffle_f32x4(a, a, 0x4e);
+    }
     static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
     static I minus(I a, int32_t b) { return _mm512_sub_epi32(a, _mm512_set1_epi32(b)); }
     static void store_bytes(int8_t* p, F whole) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole))); }
@@ -74,7 +79,11 @@ struct Simd {
     }
     static F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static F power_of_two(F n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)); }
-    static I no_sum() { return _mm256_setzero_si256(); }
+    template <int H> static F swap(F a) {  // lane i with lane i ^ H
+        if constexpr (H == 1) return _mm256_permute_ps(a, 0xb1);
+        else if constexpr (H == 2) return _mm256_permute_ps(a, 0x4e);
+        else return _mm256_permute2f128_ps(a, a, 1);
+    }
     static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
     static I minus(I a, int32_t b) { return _mm256_sub_epi32(a, _mm256_set1_epi32(b)); }
     static void store_bytes(int8_t* p, F whole) {
@@ -140,7 +149,7 @@ struct Simd {
             return r;
         });
     }
-    static I no_sum() { return I{}; }
+    template <int H> static F swap(F a) { return each([&](int i) { return a.v[i ^ H]; }); }  // lane i with lane i ^ H
     static F to_float(I a) { return each([&](int i) { return float(a.v[i]); }); }
     static I minus(I a, int32_t b) {
         for (int i = 0; i < W; ++i) a.v[i] -= b;
