@@ -12,10 +12,10 @@ import math
 import site
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
-from pydoc_data.topics import topics
 
 from engine.batch import Batch
 from engine.checkpoint import resolve

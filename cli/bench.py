@@ -12,6 +12,8 @@ BENCHES = {
     "scheduling": ("bench.engine_scheduling", "What scheduling gives and what it costs."),
     "interference": ("bench.interference", "How much arriving prompts slow running answers, colocated and disaggregated."),
     "vllm": ("bench.vllm", "Side by side with vLLM on this machine."),
+    "engine": ("bench.engine", "Steps as fractions of what this machine can read and multiply."),
+    "quality": ("bench.quality", "Perplexity of each weight format."),
     "idle": ("bench.idle", "What an idle cluster costs."),
 }
 

@@ -23,8 +23,8 @@ class Linear(Protocol):
         ...
 
     @property
-    def nbytes(self) -> int:
-        """Of the weight as a step reads it."""
+    def packed(self) -> Array:
+        """The weight as a step reads it, once."""
         ...
 
 
@@ -88,12 +88,11 @@ class PlainLinear:
     """Weights and activations of one floating dtype, sums in fp32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, arena: Arena) -> None:
-        self._packed = Array(_packed(weight, arena))
+        self.packed = Array(_packed(weight, arena))
         self._bias = None if bias is None else Array(bias.float())
-        self.nbytes = weight.nbytes
 
     def __call__(self, out: Array, x: Array, threads: int) -> None:
-        headrace_native.linear(out, x, self._packed, self._bias, threads)
+        headrace_native.linear(out, x, self.packed, self._bias, threads)
 
 
 class Int8Linear:
@@ -102,10 +101,9 @@ class Int8Linear:
         rounded = torch.empty(outputs, -(-width // ROTATED) * ROTATED, dtype=torch.int8)
         scales = torch.zeros(-(-outputs // PANEL) * PANEL)
         headrace_native.quantize_rows(rounded, scales[:outputs], weight)
-        self._packed = Array(_packed(rounded, arena))
+        self.packed = Array(_packed(rounded, arena))
         self._scales = Array(scales)
         self._bias = None if bias is None else Array(bias.float())
-        self.nbytes = rounded.nbytes + scales.nbytes
 
     def __call__(self, out: Array, x: Array, threads: int) -> None:
-        headrace_native.linear_int8(out, x, self._packed, self._scales, self._bias, threads)
+        headrace_native.linear_int8(out, x, self.packed, self._scales, self._bias, threads)

@@ -44,7 +44,7 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self._config = config
         self._weights = weights
-        self._rotary = Rotary.of(config)
+        self.rotary = Rotary.of(config)
         self._threads = torch.get_num_threads()
 
     @staticmethod
@@ -79,7 +79,7 @@ class LlamaModel:
         config = self._config
         qkv = like.new_empty(len(like), (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         out = like.new_empty(len(like), config.num_heads, config.head_dim)
-        return Step(batch, pool, self._rotary, qkv, out, config.head_dim**-0.5)
+        return Step(batch, pool, self.rotary, qkv, out, config.head_dim**-0.5)
 
     def _feed_forward(self, layer: LayerWeights, rows: Rows) -> None:
         """Adds rows.update (the attention's result) to the residual; rows.update is then what the layer adds next."""
