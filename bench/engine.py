@@ -120,7 +120,7 @@ class Subject:
             context_lens=torch.full((sequences,), context, dtype=torch.int32),
             logit_rows=torch.arange(queries - 1, sequences * queries, queries),
         )
-        return batch, torch.zeros((sequences * blocks, *self._layout.shape), dtype=self.dtype)
+        return batch, Arena().take((sequences * blocks, *self._layout.shape), self.dtype)  # large pages, as in a worker
 
     def step(self, sequences: int, context: int, queries: int) -> Call:
         batch, pool = self.batch(sequences, context, queries)

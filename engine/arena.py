@@ -1,10 +1,13 @@
 """Memory for weights: one tensor behind the other in large pages, in the order in which a step reads them. Knows nothing of what is in it."""
 
+import logging
 import math
 import mmap
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 1024**2  # of addresses; memory is taken when it is first written
 ALIGNMENT = 64
@@ -29,5 +32,8 @@ class Arena:
 
 def _map(size: int) -> Tensor:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        log.warning("weights lie in small pages, which halves what a core reads per second: %s", error)
     return torch.frombuffer(memory, dtype=torch.uint8)

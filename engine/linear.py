@@ -102,8 +102,9 @@ class Int8Linear:
         scales = torch.zeros(-(-outputs // PANEL) * PANEL)
         headrace_native.quantize_rows(rounded, scales[:outputs], weight)
         self.packed = Array(_packed(rounded, arena))
+        self._columns = width
         self._scales = Array(scales)
         self._bias = None if bias is None else Array(bias.float())
 
     def __call__(self, out: Array, x: Array, threads: int) -> None:
-        headrace_native.linear_int8(out, x, self.packed, self._scales, self._bias, threads)
+        headrace_native.linear_int8(out, x, self.packed, self._columns, self._scales, self._bias, threads)

@@ -6,6 +6,7 @@
 namespace headrace {
 namespace {
 
+constexpr int64_t BYTES_WORTH_A_THREAD = 1 << 20;  // of weights: what one thread reads while another wakes; 8 rows count as one, they take as long
 constexpr int64_t MAX_INT8_COLUMNS = 65536;  // see bytes.h
 
 bool is_bytes(const Array& a) { return is_dtype(a, nb::dlpack::dtype_code::Int, 8); }
@@ -72,7 +73,8 @@ void quantize_rows(const Array& out, const Array& scales, const Array& x, int nu
 
 void run_panels(LinearKind kind, const LinearArgs& args, int num_threads) {
     auto kernel = current_kernels().linear[kind];
-    if (args.rows > 0) parallel_for(panels_of(args.n), num_threads, [&](int64_t panel) { kernel(args, panel, panel + 1); });
+    int threads = int(std::min<int64_t>(num_threads, 1 + args.steps * args.n * 4 * ((args.rows + 7) / 8) / BYTES_WORTH_A_THREAD));
+    if (args.rows > 0) parallel_for(panels_of(args.n), threads, [&](int64_t panel) { kernel(args, panel, panel + 1); });
 }
 
 struct Operands {
@@ -120,8 +122,10 @@ struct Rounded {
     }
 };
 
-void linear_int8(const Array& out, const Array& x, const Array& packed, const Array& scales, const Array* bias, int num_threads) {
+// `columns`: of the weight before it was padded.
+void linear_int8(const Array& out, const Array& x, const Array& packed, int64_t columns, const Array& scales, const Array* bias, int num_threads) {
     Operands o = operands_of(out, x, bias);
+    require(o.k == columns, "x", "wrong shape");
     if (!is_bytes(packed)) throw nb::type_error("packed: int8 expected");
     require(o.k <= MAX_INT8_COLUMNS, "x", "too many columns");
     require_packed(packed, "packed", o.n, rotated_columns(o.k), 4);
@@ -144,7 +148,7 @@ void bind_linear(nb::module_& m) {
     m.def("pack_linear", pack_linear, nb::arg("packed"), nb::arg("weight"));
     m.def("quantize_rows", quantize_rows, nb::arg("out"), nb::arg("scales"), nb::arg("x"), nb::arg("num_threads") = 1);
     m.def("linear", linear, nb::arg("out"), nb::arg("x"), nb::arg("packed"), nb::arg("bias").none() = nb::none(), nb::arg("num_threads") = 1);
-    m.def("linear_int8", linear_int8, nb::arg("out"), nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none() = nb::none(), nb::arg("num_threads") = 1);
+    m.def("linear_int8", linear_int8, nb::arg("out"), nb::arg("x"), nb::arg("packed"), nb::arg("columns"), nb::arg("scales"), nb::arg("bias").none() = nb::none(), nb::arg("num_threads") = 1);
 }
 
 }  // namespace headrace
