@@ -68,10 +68,12 @@ def _transfers(workers: list[dict[str, Any]]) -> Table:
 
 
 def _stores(stores: list[dict[str, Any]]) -> Table:
-    table = _table("stores", ["store", "node", "address", ">generation", "attributes"])
+    """What the stores last said of themselves when they renewed their registration."""
+    counts = ("slots_total", "slots_free", "slots_cached", "slots_reserved", "slots_quarantined", "leases", "holds")
+    table = _table("stores", ["store", "node", "pid", "transport", *(f">{name.removeprefix('slots_')}" for name in counts)])
     for store in stores:
-        attributes = " ".join(f"{key}={value}" for key, value in sorted(store["attributes"].items()) if key in ("pid", "codec", "transport", "slots"))
-        table.add_row(store["name"], store["node"], store["address"], str(store["generation"]), attributes)
+        attributes = store["attributes"]
+        table.add_row(store["name"], store["node"], *(attributes.get(name, "") for name in ("pid", "transport", *counts)))
     return table
 
 

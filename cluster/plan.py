@@ -88,6 +88,7 @@ def router_settings(config: HeadraceConfig, model: Model, access: Access, log_fo
         max_context_tokens=min(engine.max_context_tokens for engine in _engines(config)),
         router=msgspec.structs.replace(config.router, http_port=http_port),
         log_path=str(log_folder / "router.log"),
+        log_level=config.log_level,
     )
 
 

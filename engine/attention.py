@@ -28,6 +28,8 @@ class Step:
     qkv: Tensor  # [T, (H + 2 KH) D]: a layer's projections
     out: Tensor  # [T, H, D]
     scale: float
+    window: int = 0  # a query sees the last `window` tokens up to itself, all of them if 0,
+    sinks: int = 0  # and the first `sinks` ones
 
     @property
     def q(self) -> Tensor:
@@ -38,7 +40,7 @@ class Step:
 class Attention(Protocol):
     def begin(self, step: Step) -> Callable[[int], None]:
         """The step's `attend(layer)`: rotates q within step.qkv in place, writes the rotated k, and v, to the batch's slots of the layer, then
-        step.out = softmax(q k^T * scale) v, causal. The caller fills step.qkv before each call."""
+        step.out = softmax(q k^T * scale) v over what a query sees. The caller fills step.qkv before each call."""
         ...
 
 
@@ -58,7 +60,7 @@ def load_attention(name: str, threads: int) -> Attention:
 
 
 class NativeAttention:
-    """headrace_native: bitwise the same result for a query whatever batch or chunk it comes in."""
+    """headrace_native: bitwise the same result for a query whatever batch or chunk it comes in, and on any number of threads."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -70,7 +72,7 @@ class NativeAttention:
 
         def attend(layer: int) -> None:
             headrace_native.rope_write_kv(qkv, positions, cos, sin, pool, layer, slots, threads)
-            headrace_native.paged_attention(out, q, pool, layer, tables, starts, lens, step.scale, threads)
+            headrace_native.paged_attention(out, q, pool, layer, tables, starts, lens, step.scale, threads, step.window, step.sinks)
 
         return attend
 
@@ -86,6 +88,8 @@ class ReferenceAttention:
 
         def attend(layer: int) -> None:
             reference.rope_write_kv(step.qkv, batch.positions, rotary.cos, rotary.sin, step.pool, layer, batch.slots)
-            reference.paged_attention(step.out, step.q, step.pool, layer, batch.block_tables, batch.query_starts, batch.context_lens, step.scale)
+            reference.paged_attention(
+                step.out, step.q, step.pool, layer, batch.block_tables, batch.query_starts, batch.context_lens, step.scale, step.window, step.sinks
+            )
 
         return attend

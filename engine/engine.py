@@ -125,6 +125,11 @@ class Engine:
             self._wake.notify()
         self._thread.join(timeout_s)
 
+    @property
+    def is_alive(self) -> bool:
+        """False once the thread has ended, by a fault too: nothing that was submitted will be answered then."""
+        return self._thread.is_alive()
+
     def submit(self, submission: Submission) -> None:
         self._command(lambda: self._add(submission))
 

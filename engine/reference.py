@@ -49,8 +49,19 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def paged_attention(out: Tensor, q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, scale: float) -> None:
-    """out, q [T, H, D]; causal, each query of a sequence against the K/V that its blocks hold."""
+def paged_attention(
+    out: Tensor,
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    sinks: int = 0,
+) -> None:
+    """out, q [T, H, D]; each query of a sequence against the K/V that its blocks hold: causal, and within `window` (0: all) or the first `sinks` tokens."""
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
         first, last = starts[sequence], starts[sequence + 1]
@@ -58,8 +69,10 @@ def paged_attention(out: Tensor, q: Tensor, pool: Tensor, layer: int, block_tabl
             continue
         k, v = (_gather(pool, layer, kind, block_tables[sequence], context_len, q.shape[1]) for kind in (0, 1))
         queries = q[first:last].float().transpose(0, 1)
-        positions = torch.arange(context_len - (last - first), context_len)
-        hidden = torch.arange(context_len)[None, :] > positions[:, None]
+        positions, tokens = torch.arange(context_len - (last - first), context_len)[:, None], torch.arange(context_len)[None, :]
+        hidden = tokens > positions
+        if window:
+            hidden |= (tokens <= positions - window) & (tokens >= sinks)
         scores = (queries @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
         out[first:last] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
 

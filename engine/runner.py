@@ -1,5 +1,6 @@
 """The seam between scheduling and computing: a runner takes a batch and gives logits. Owns nothing; knows nothing of requests."""
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
@@ -46,7 +47,8 @@ class TorchRunner:
         dtype = getattr(torch, config.dtype)
         self._pool = torch.from_numpy(pool).view(dtype).view(-1, *layout.shape)
         self._attention = load_attention(config.attention, config.threads)
-        self._model = LlamaModel.load(model_path, model, config.weight_format)
+        positions = min(model.max_position_embeddings, config.max_context_tokens)  # a table of those that a sequence here can have
+        self._model = LlamaModel.load(model_path, replace(model, max_position_embeddings=positions), config.weight_format)
 
     def run(self, batch: Batch) -> torch.Tensor:
         return self._model.forward(batch, self._pool, self._attention)

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from kvstore.codec import Bytes, block_checksum, open_codec
 from kvstore.hashing import BlockHash
 from kvstore.layout import BlockLayout
-from kvstore.session import ANSWER_S, StoreSession
+from kvstore.session import ANSWER_S, TRANSFER_S, StoreSession
 from kvstore.store import Grant, Key, Mover
 from protocol import headrace_pb2 as pb
 from protocol.errors import CorruptBlock, DeadlineExceeded, HeadraceError, TransferTimeout
@@ -26,7 +26,6 @@ from transport.endpoint import Endpoint, Span
 
 CHUNK = 16  # blocks a transfer, and a commit
 GRACE_S = 2.0  # for the store's answer beyond the time until which it waits
-TRANSFER_S = 10.0  # at most, for one transfer, whatever time the request has left: a peer that has stopped must not keep a thread
 T = TypeVar("T")
 
 

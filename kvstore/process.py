@@ -53,8 +53,8 @@ class StoreProcess:
     def start(self) -> None:
         """Raises ConfigError or OSError."""
         config = self._config
-        if config.log_path:
-            logging.basicConfig(filename=config.log_path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        if config.log_path:  # without effect where whoever started the process has set logging up, with the configured level
+            logging.basicConfig(filename=config.log_path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         slots = num_slots(config.store, config.layout)
         if slots < 1:
             message = f"store.capacity_bytes: {config.store.capacity_bytes} holds no block of {config.layout.block_bytes}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvstore.codec import block_checksum
 from kvstore.hashing import BlockHash
 from kvstore.node import StoreNode
-from kvstore.session import StoreAddress, StoreSessions
+from kvstore.session import ANSWER_S, TRANSFER_S, StoreAddress, StoreSessions
 from kvstore.store import Grant, Key, Mover
 from protocol import headrace_pb2 as pb
 from protocol.errors import HeadraceError, RegistryLost
@@ -91,8 +91,9 @@ class Puller:
 
     async def _transfer(self, place: Place, grants: dict[BlockHash, Grant], deadline: float) -> int:
         names = list(grants)
-        session = await self._sessions.get(await self._address(place), deadline)
-        leased = await session.acquire("", names, wait_until=0, lease_until=deadline, fidelity="", deadline=deadline)
+        answer_by = min(deadline, time.time() + ANSWER_S)  # a store that has stopped must not keep the reservations
+        session = await self._sessions.get(await self._address(place), answer_by)
+        leased = await session.acquire("", names, wait_until=0, lease_until=deadline, fidelity="", deadline=answer_by)
         if not leased.blocks:
             return 0
         corrupt: list[BlockHash] = []
@@ -106,7 +107,8 @@ class Puller:
     async def _copy(self, peer: str, run: list[tuple[BlockHash, Grant, pb.LeasedBlock]], corrupt: list[BlockHash], deadline: float) -> int:
         spans = [Span(grant.offset, block.offset, block.length) for _, grant, block in run]
         started = time.monotonic()
-        read = asyncio.create_task(asyncio.to_thread(self._node.endpoint.read, peer, spans, started + deadline - time.time()))
+        transfer_s = min(deadline - time.time(), TRANSFER_S)
+        read = asyncio.create_task(asyncio.to_thread(self._node.endpoint.read, peer, spans, started + transfer_s))
         await _finish(read)  # even when cancelled: its slots are given back only when no thread writes them
         self.counters["pulled_us"] += int((time.monotonic() - started) * 1e6)
         good = 0

@@ -25,8 +25,8 @@ from transport.process import identify
 
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[pb.StoreRequest, pb.StoreReply]"
 
-
 ANSWER_S = 5.0  # for what a store answers at once
+TRANSFER_S = 10.0  # at most, for one transfer, whatever time the request has left: a peer that has stopped must not keep a thread
 
 
 class StoreAddress(NamedTuple):

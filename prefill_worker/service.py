@@ -128,6 +128,8 @@ class PrefillJob:
             plan = await self._service.mover.attach(session, self._hold, self.key[1], keys, self._request.deadline)
         except HeadraceError as error:
             log.warning("cannot push to %s: %s", self._destination.name, error.code)
+        except Exception:  # the blocks still to come must be unpinned whatever it was
+            log.exception("cannot push to %s", self._destination.name)
         while (items := await self._next_exports()) is not None:
             await self._push_blocks(plan, items, committed)
         if plan is not None:

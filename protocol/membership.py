@@ -46,13 +46,13 @@ class Registry:
         """Write or renew the record; call it every `ttl_s / 3`."""
         try:
             await self._redis.set(self._key(member), msgspec.json.encode(asdict(member)), px=int(self.ttl_s * 1000))
-        except RedisError as error:
+        except (RedisError, OSError) as error:
             raise RegistryLost(f"cannot announce {member.name}: {error}") from error
 
     async def withdraw(self, member: Member) -> None:
         try:
             await self._redis.delete(self._key(member))
-        except RedisError as error:
+        except (RedisError, OSError) as error:
             raise RegistryLost(f"cannot withdraw {member.name}: {error}") from error
 
     async def members(self, kind: Kind | None = None) -> list[Member]:
@@ -60,7 +60,7 @@ class Registry:
         try:
             keys = sorted([key async for key in self._redis.scan_iter(match=pattern, count=1000)])
             values = await self._redis.mget(keys) if keys else []
-        except RedisError as error:
+        except (RedisError, OSError) as error:
             raise RegistryLost(f"cannot list members: {error}") from error
         return [msgspec.json.decode(value, type=Member) for value in values if value is not None]
 

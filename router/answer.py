@@ -77,7 +77,7 @@ class Answer:
         finally:
             if not self._begun:
                 await events.aclose()
-        return EventStream(first, events, {"x-request-id": public_id})
+        return EventStream(first, events, {"x-request-id": public_id}, self._lives[0].request.deadline)
 
     async def _whole(self, public_id: str) -> Response:
         taken: list[list[Chunk]] = [[] for _ in self._lives]

@@ -36,3 +36,4 @@ class RouterProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     max_context_tokens: int
     router: RouterConfig
     log_path: str = ""
+    log_level: str = "INFO"

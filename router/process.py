@@ -40,7 +40,7 @@ def load_config(path: Path) -> RouterProcessConfig:
 
 def run(config: RouterProcessConfig) -> None:
     if config.log_path:
-        logging.basicConfig(filename=config.log_path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(filename=config.log_path, level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tokenizer = Tokenizer(Path(config.model_path))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config, tokenizer))

@@ -1,6 +1,7 @@
 """What HTTP needs around a reply's body: JSON, errors, event streams, clients that go away. Knows nothing of what is replied."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from protocol.errors import BodyTooLarge, Cancelled, HeadraceError
 from router.replies import error_body
 
+READ_GRACE_S = 5.0  # after the deadline, for the client to read that it has passed
 T = TypeVar("T")
 
 
@@ -28,19 +30,21 @@ def error_response(error: HeadraceError, public_id: str) -> Response:
 
 
 class EventStream(Response):
-    """Server-sent events until they or the client end; either way the source is closed."""
+    """Server-sent events until they or the client end, or the client has not read them a little after `deadline` (unix seconds); the source is closed then."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str], deadline: float) -> None:
         super().__init__(headers={**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send))
-        except (Cancelled, OSError):
-            pass  # the client has gone; nobody is left to tell
+            async with asyncio.timeout(max(self._deadline + READ_GRACE_S - time.time(), 0)):
+                await until_disconnect(receive, self._send_all(send))
+        except (Cancelled, OSError, TimeoutError):
+            pass  # the client has gone or does not read; nobody is left to tell
         finally:
             await self._rest.aclose()
 

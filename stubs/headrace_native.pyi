@@ -21,6 +21,8 @@ def paged_attention(
     context_lens: AnyArray,
     scale: float,
     num_threads: int = 1,
+    window: int = 0,
+    sinks: int = 0,
 ) -> None: ...
 def write_kv(pool: AnyArray, layer: int, k: AnyArray, v: AnyArray, slots: AnyArray) -> None: ...
 def rope_write_kv(

@@ -97,4 +97,5 @@ def differing(golden: dict[str, Any], tokens: Sequence[int]) -> str:
     for index, (expected, margin) in enumerate(zip(golden["answer"], golden["margins"], strict=True)):
         if index >= len(tokens) or tokens[index] != expected:
             return "tie" if margin < TIE else f"token {index}: {tokens[index] if index < len(tokens) else None} for {expected}, margin {margin:.4f}"
-    return ""
+    extra = len(tokens) - len(golden["answer"])
+    return f"{extra} tokens after the end" if extra > 0 else ""

@@ -179,6 +179,7 @@ def _check_config(config: TransportConfig) -> set[str]:
 def _import_nixl(config: TransportConfig) -> tuple[ModuleType, ModuleType]:
     """`_api` and `_bindings` of the installed build. UCX and NIXL read their settings from the environment only; log levels that the user set stand."""
     os.environ["UCX_TLS"] = config.ucx_tls
+    os.environ["UCX_NET_DEVICES"] = config.ucx_net_devices  # by default UCX would listen on every network of the machine
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # its errors arrive here as exceptions
     raise_exceptions = logging.raiseExceptions  # which nixl switches off for the whole process

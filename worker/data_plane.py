@@ -16,6 +16,7 @@ from engine.engine import Event
 from engine.sequence import SequenceKey
 from protocol import headrace_pb2 as pb
 from protocol.channel import VERSION, require_token, version_accepted
+from protocol.errors import HeadraceError
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,8 @@ class DataPlane:
 
     @property
     def num_jobs(self) -> int:
-        self._drop_done()
-        return len(self._jobs)
+        """May be asked from any thread."""
+        return sum(not job.is_done for job, _ in list(self._jobs.values()))
 
     def close(self) -> None:
         """End the streams after their next message."""
@@ -139,7 +140,13 @@ class DataPlane:
         if key in self._jobs:
             log.warning("request %s is here already", key)
             return
-        job = service.start(message, stream.add)
+        try:
+            job = service.start(message, stream.add)
+        except Exception as error:  # one request that cannot begin must not end the stream, and with it all others
+            log.exception("request %s could not begin", key)
+            words = f"the request could not begin: {type(error).__name__}"
+            stream.add(pb.Row(request_id=key[0], attempt=key[1], finish_reason="error", error_code=HeadraceError.code, error_message=words))
+            return
         self._jobs[job.key] = (job, stream)
 
     def _drop_done(self) -> None:

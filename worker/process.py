@@ -53,12 +53,13 @@ class WorkerProcess:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="services", daemon=True)
         self._draining = False
+        self._announced = True
         self._tending: asyncio.Task[None] | None = None
 
     def start(self, timeout_s: float = 120.0) -> None:
         config = self._config
-        if config.log_path:
-            logging.basicConfig(filename=config.log_path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        if config.log_path:  # without effect where whoever started the process has set logging up, with the configured level
+            logging.basicConfig(filename=config.log_path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         model = ModelConfig.load(Path(config.model_path))
         layout = model.layout(config.engine.block_tokens, config.engine.dtype)
         num_blocks = config.engine.kv_cache_bytes // layout.block_bytes
@@ -133,16 +134,24 @@ class WorkerProcess:
         self._tending = asyncio.create_task(self._tend())
 
     async def _tend(self) -> None:
-        """Stay announced, and connected to the stores that requests will need."""
-        while True:
+        """Stay announced, and connected to the stores that requests will need; end with the engine."""
+        while self._engine.is_alive:
             await self._local.away(self._registry.ttl_s / 3)
-            await self._tend_once()
+            try:
+                await self._tend_once()
+            except Exception:  # a worker that stops tending itself would be forgotten while it serves
+                log.exception("tending failed")
+        log.critical("the engine thread has ended by a fault: so does the process, to be started again")
+        os._exit(1)
 
     async def _tend_once(self) -> None:
         try:
             await self._registry.announce(self._member)
+            self._announced = True
         except RegistryLost as error:
-            log.warning("registry: %s", error)
+            if self._announced:
+                log.warning("registry: %s; serving goes on", error)
+            self._announced = False
         await self._local.connect_all()
 
     def _worker_status(self) -> pb.WorkerStatus:
@@ -202,10 +211,8 @@ class LocalStore:
 
     async def connect_all(self) -> None:
         """Follow the registry (while it is away, its last word): be connected to every store before a request needs it."""
-        try:
+        with suppress(RegistryLost):  # who announces has said so
             self._stores = await self._registry.members("store")
-        except RegistryLost as error:
-            log.warning("registry: %s", error)
         await asyncio.gather(*(self._connect(member) for member in self._stores))
 
     async def _connect(self, member: Member) -> None:

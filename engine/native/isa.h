@@ -33,7 +33,9 @@ const Kernels& HEADRACE_TABLE(HEADRACE_ISA)() {
     static constexpr Kernels kernels = {
         HEADRACE_STRING(HEADRACE_ISA),
         Scratch::bytes,
+        State::bytes,
         {attend<uint16_t, Bf16Lanes>, attend<float, FloatLanes>},
+        {merge_partials<uint16_t>, merge_partials<float>},
         {norm_rows<uint16_t>, norm_rows<float>},
         {silu_mul_rows<uint16_t>, silu_mul_rows<float>},
         {rope_rows<uint16_t>, rope_rows<float>},

@@ -1,8 +1,8 @@
 // The table of kernels that each instruction set fills, and the arguments that they share.
 //
 // Owns no threads and no memory. Invariant (batch invariance): what a kernel writes for one row depends on that row's
-// inputs alone; the order of every reduction follows from its length and from TILE_TOKENS, never from the number of rows,
-// from chunking or from the rows computed beside it.
+// inputs alone; the order of every reduction follows from its length, TILE_TOKENS and RANGE_TOKENS, never from the number of rows,
+// from chunking, from threads or from the rows computed beside it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +14,10 @@ enum Dtype { BF16 = 0, FP32 = 1 };
 constexpr int PANEL = 64;        // outputs of a matrix product that are packed side by side
 constexpr int ROTATED = 64;      // values that the rotation before rounding to int8 mixes
 constexpr float ROTATION_NORM = 8.f;  // sqrt(ROTATED)
-constexpr int TILE_TOKENS = 32;  // K/V tokens that one softmax update covers; block_tokens is a multiple of it
+constexpr int RUN_TOKENS = 32;   // K/V tokens that lie side by side: block_tokens is a multiple of it
+constexpr int TILE_TOKENS = 64;  // that one softmax update covers
+constexpr int RANGE_TOKENS = 512;  // whose softmax is complete in itself; a query merges its ranges in the order of its context
+constexpr int MAX_ATTENTION_ROWS = 256;  // queries x heads of a group of one unit
 
 struct Pool {  // [num_blocks][kv head][layer][K, V][token][dim]
     char* data;
@@ -34,16 +37,22 @@ struct AttentionArgs {
     Pool pool;
     int64_t layer;
     int64_t heads;
-    float scale;
+    float scale;     // > 0
+    int64_t window;  // a query sees the last `window` tokens up to itself, all if 0,
+    int64_t sinks;   // and the first `sinks` ones
 };
 
-// A tile of one sequence's queries against one KV head.
+// A tile of one sequence's queries against ranges of one KV head's tokens.
 struct AttentionUnit {
     const int32_t* block_table;
     int64_t first_row;       // of the batch
     int64_t first_position;  // of first_row in its sequence
     int64_t kv_head;
     int queries;
+    int first_range, last_range;
+    char* partials;  // null: the unit has all ranges and writes its rows; else where each range's state goes, to be merged
+
+    int64_t context() const { return first_position + queries; }
 };
 
 struct NormArgs {
@@ -90,9 +99,11 @@ enum Peak { PEAK_BF16, PEAK_FP32, PEAK_INT8, PEAKS };
 
 struct Kernels {
     const char* name;
-    // Bytes of scratch, 64-byte aligned, that a unit of `rows` (queries x heads of a group) needs.
+    // Bytes, 64-byte aligned, that a unit of `rows` (queries x heads of a group) needs, and that the state of a range of it takes.
     size_t (*attention_scratch_bytes)(int64_t rows, int64_t head_dim);
-    void (*attention[2])(const AttentionArgs&, const AttentionUnit&, char* scratch);
+    size_t (*attention_partial_bytes)(int64_t rows, int64_t head_dim);
+    void (*attention[2])(const AttentionArgs&, const AttentionUnit* first, const AttentionUnit* last, char* scratch);
+    void (*attention_merge[2])(const AttentionArgs&, const AttentionUnit& whole, char* scratch);  // writes the rows of all its ranges' partials
     void (*norm[2])(const NormArgs&, int64_t first, int64_t last);
     void (*silu_mul[2])(char* out, const char* gate_up, int64_t size, int64_t first, int64_t last);
     void (*rope[2])(const RopeArgs&, int64_t first, int64_t last);

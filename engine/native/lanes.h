@@ -11,7 +11,6 @@ struct FloatLanes {
     static void store_probabilities(uint32_t* out, const F* p) {
         for (int i = 0; i < TILE_TOKENS / W; ++i) Simd::store((float*)out + i * W, p[i]);
     }
-    static F rounded(F p) { return p; }
 };
 
 #if defined(__AVX512BF16__)
@@ -22,9 +21,8 @@ struct PairLanes {
         return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(int(item)), (__m512bh)_mm512_loadu_si512(lanes));
     }
     static void store_probabilities(uint32_t* out, const F* p) {
-        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(p[1], p[0]));
+        for (int i = 0; i < TILE_TOKENS / W; i += 2) _mm512_storeu_si512(out + i / 2 * W, (__m512i)_mm512_cvtne2ps_pbh(p[i + 1], p[i]));
     }
-    static F rounded(F p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(p)), 16)); }
 };
 #else
 // The product of pairs on a machine that has none: the lower k first.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arrays.h"
+#include "attention_plan.h"
 
 namespace headrace {
 namespace {
@@ -54,7 +55,7 @@ Pool pool_of(const Array& a, Dtype dtype, int64_t layer) {
     require_contiguous(a, "pool");
     Pool pool{(char*)a.data(), int64_t(a.shape(0)), int64_t(a.shape(1)), int64_t(a.shape(2)), int64_t(a.shape(4)), int64_t(a.shape(5)), item_bytes(dtype)};
     require(layer >= 0 && layer < pool.layers, "layer", "out of range");
-    require(pool.block_tokens % TILE_TOKENS == 0, "pool", "block tokens are no multiple of 32");
+    require(pool.block_tokens % RUN_TOKENS == 0, "pool", "block tokens are no multiple of 32");
     require(pool.head_dim % 2 == 0 && pool.head_dim <= 256, "pool", "head dim must be even and at most 256");
     return pool;
 }
@@ -63,23 +64,6 @@ const int64_t* slots_of(const Array& a, const Pool& pool, int64_t rows) {
     const int64_t* slots = integers<int64_t>(a, "slots", 1, rows);
     for (int64_t i = 0; i < rows; ++i) require(slots[i] >= -1 && slots[i] < pool.num_blocks * pool.block_tokens, "slots", "outside the pool");
     return slots;
-}
-
-// ---- work --------------------------------------------------------------------------------------------------------------------
-
-constexpr int64_t ROWS_PER_UNIT = 96;  // queries x heads of a group: their state stays in the L2 cache
-
-// The sequences' tiles, longest work first, so that the threads end together.
-std::vector<AttentionUnit> cut(const AttentionArgs& a, const int32_t* tables, int64_t max_blocks, const int32_t* starts, const int32_t* lens, int64_t sequences) {
-    int64_t group = a.heads / a.pool.kv_heads, step = std::max<int64_t>(1, ROWS_PER_UNIT / group);
-    std::vector<AttentionUnit> units;
-    for (int64_t s = 0; s < sequences; ++s)
-        for (int64_t first = starts[s]; first < starts[s + 1]; first += step)
-            for (int64_t head = 0; head < a.pool.kv_heads; ++head)
-                units.push_back({tables + s * max_blocks, first, lens[s] - (starts[s + 1] - first), head, int(std::min(step, starts[s + 1] - first))});
-    auto work = [](const AttentionUnit& u) { return (u.first_position + u.queries) * u.queries; };
-    std::stable_sort(units.begin(), units.end(), [&](const AttentionUnit& x, const AttentionUnit& y) { return work(x) > work(y); });
-    return units;
 }
 
 void check_sequences(const Pool& pool, const int32_t* tables, int64_t max_blocks, const int32_t* starts, const int32_t* lens, int64_t sequences, int64_t rows) {
@@ -95,15 +79,17 @@ void check_sequences(const Pool& pool, const int32_t* tables, int64_t max_blocks
 }
 
 void paged_attention(const Array& out, const Array& q, const Array& pool_, int64_t layer, const Array& block_tables, const Array& query_starts,
-                     const Array& context_lens, float scale, int num_threads) {
+                     const Array& context_lens, float scale, int num_threads, int64_t window, int64_t sinks) {
     Dtype dtype = float_dtype(q, "q");
     Pool pool = pool_of(pool_, dtype, layer);
     require_float(q, "q", dtype, {-1, -1, pool.head_dim});
     require_rows(q, "q");
     int64_t rows = int64_t(q.shape(0)), heads = int64_t(q.shape(1));
-    require(heads % pool.kv_heads == 0 && heads / pool.kv_heads <= ROWS_PER_UNIT, "q", "heads must be a multiple of the pool's KV heads, at most 96 of each");
+    require(heads % pool.kv_heads == 0 && heads / pool.kv_heads <= ATTENTION_ROWS, "q", "heads must be a multiple of the pool's KV heads, at most 96 of each");
     require_float(out, "out", dtype, {rows, heads, pool.head_dim});
     require_contiguous(out, "out");
+    require(scale > 0, "scale", "must be positive");
+    require(window >= 0 && sinks >= 0, "window, sinks", "must not be negative");
     const int32_t* tables = integers<int32_t>(block_tables, "block_tables", 2, -1);
     int64_t sequences = int64_t(block_tables.shape(0)), max_blocks = int64_t(block_tables.shape(1));
     const int32_t* starts = integers<int32_t>(query_starts, "query_starts", 1, sequences + 1);
@@ -111,14 +97,10 @@ void paged_attention(const Array& out, const Array& q, const Array& pool_, int64
 
     nb::gil_scoped_release released;
     check_sequences(pool, tables, max_blocks, starts, lens, sequences, rows);
-    AttentionArgs args{(char*)out.data(), (const char*)q.data(), row_stride(q), pool, layer, heads, scale};
-    std::vector<AttentionUnit> units = cut(args, tables, max_blocks, starts, lens, sequences);
+    AttentionArgs args{(char*)out.data(), (const char*)q.data(), row_stride(q), pool, layer, heads, scale, window, window > 0 ? sinks : 0};
     const Kernels& kernels = current_kernels();
-    int64_t group = heads / pool.kv_heads;
-    parallel_for(int64_t(units.size()), num_threads, [&](int64_t i) {
-        char* scratch = thread_scratch(kernels.attention_scratch_bytes(units[i].queries * group, pool.head_dim));
-        kernels.attention[dtype](args, units[i], scratch);
-    });
+    AttentionPlan plan(args, kernels, tables, max_blocks, starts, lens, sequences, num_threads);
+    parallel_for(plan.items(), num_threads, [&](int64_t item) { plan.run(item, dtype, thread_scratch(plan.scratch_bytes())); });
 }
 
 void write_kv(const Array& pool_, int64_t layer, const Array& k, const Array& v, const Array& slots_) {
@@ -214,7 +196,7 @@ NB_MODULE(headrace_native, m) {
     m.def("instruction_set", [] { return std::string(chosen.load()->name); });
     m.def("use_instruction_set", use_instruction_set, nb::arg("name"), "For tests: take other kernels than the fastest, in the whole process.");
     m.def("paged_attention", paged_attention, nb::arg("out"), nb::arg("q"), nb::arg("pool"), nb::arg("layer"), nb::arg("block_tables"), nb::arg("query_starts"),
-          nb::arg("context_lens"), nb::arg("scale"), nb::arg("num_threads") = 1);
+          nb::arg("context_lens"), nb::arg("scale"), nb::arg("num_threads") = 1, nb::arg("window") = 0, nb::arg("sinks") = 0);
     m.def("write_kv", write_kv, nb::arg("pool"), nb::arg("layer"), nb::arg("k"), nb::arg("v"), nb::arg("slots"));
     m.def("rope_write_kv", rope_write_kv, nb::arg("qkv"), nb::arg("positions"), nb::arg("cos"), nb::arg("sin"), nb::arg("pool"), nb::arg("layer"), nb::arg("slots"),
           nb::arg("num_threads") = 1);

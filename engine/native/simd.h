@@ -7,7 +7,7 @@ struct Simd {
     using F = __m512;
     using I = __m512i;
     static constexpr int W = 16;
-    static constexpr int SCORE_ROWS = 8, VALUE_ROWS = 4, VALUE_VECTORS = 4, LINEAR_ROWS = 6, LINEAR_VECTORS = 4;  // register tiles
+    static constexpr int SCORE_ROWS = 6, SCORE_VECTORS = 4, VALUE_ROWS = 6, VALUE_VECTORS = 4, LINEAR_ROWS = 6, LINEAR_VECTORS = 4;  // register tiles
 
     static F zero() { return _mm512_setzero_ps(); }
     static F set1(float x) { return _mm512_set1_ps(x); }
@@ -33,9 +33,7 @@ struct Simd {
     static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
     static I minus(I a, int32_t b) { return _mm512_sub_epi32(a, _mm512_set1_epi32(b)); }
     static void store_bytes(int8_t* p, F whole) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole))); }
-    static F keep_first(F a, int n, float other) {
-        return _mm512_mask_blend_ps(n <= 0 ? 0 : n >= 16 ? 0xffff : (1u << n) - 1, _mm512_set1_ps(other), a);
-    }
+    static F first_lanes(F a, int n, F rest) { return _mm512_mask_blend_ps(n <= 0 ? 0 : n >= 16 ? 0xffff : (1u << n) - 1, rest, a); }  // n of a, then rest
     static F low_halves(const uint32_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
     static F high_halves(const uint32_t* p) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000)))); }
     static F load(const uint16_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16)); }
@@ -54,7 +52,7 @@ struct Simd {
     using F = __m256;
     using I = __m256i;
     static constexpr int W = 8;
-    static constexpr int SCORE_ROWS = 2, VALUE_ROWS = 2, VALUE_VECTORS = 4, LINEAR_ROWS = 2, LINEAR_VECTORS = 4;
+    static constexpr int SCORE_ROWS = 2, SCORE_VECTORS = 4, VALUE_ROWS = 2, VALUE_VECTORS = 4, LINEAR_ROWS = 2, LINEAR_VECTORS = 4;
 
     static F zero() { return _mm256_setzero_ps(); }
     static F set1(float x) { return _mm256_set1_ps(x); }
@@ -91,9 +89,9 @@ struct Simd {
         __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
         _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
     }
-    static F keep_first(F a, int n, float other) {
+    static F first_lanes(F a, int n, F rest) {
         I lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        return _mm256_blendv_ps(_mm256_set1_ps(other), a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes)));
+        return _mm256_blendv_ps(rest, a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes)));
     }
     static F low_halves(const uint32_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16)); }
     static F high_halves(const uint32_t* p) {
@@ -116,7 +114,7 @@ struct Simd {
     static constexpr int W = 8;
     struct F { float v[W]; };
     struct I { int32_t v[W]; };
-    static constexpr int SCORE_ROWS = 1, VALUE_ROWS = 1, VALUE_VECTORS = 2, LINEAR_ROWS = 1, LINEAR_VECTORS = 2;
+    static constexpr int SCORE_ROWS = 1, SCORE_VECTORS = 4, VALUE_ROWS = 1, VALUE_VECTORS = 2, LINEAR_ROWS = 1, LINEAR_VECTORS = 2;
 
     template <class Op> static F each(Op op) {
         F r;
@@ -156,7 +154,7 @@ struct Simd {
         return a;
     }
     static void store_bytes(int8_t* p, F whole) { for (int i = 0; i < W; ++i) p[i] = int8_t(int32_t(whole.v[i])); }
-    static F keep_first(F a, int n, float other) { return each([&](int i) { return i < n ? a.v[i] : other; }); }
+    static F first_lanes(F a, int n, F rest) { return each([&](int i) { return i < n ? a.v[i] : rest.v[i]; }); }
     static F from_bits(const uint32_t* bits) {
         F r;
         __builtin_memcpy(r.v, bits, sizeof r.v);

@@ -1,10 +1,12 @@
-"""Every row of ATTENTION against dense attention in fp64: mixed batches, partial blocks, shared blocks, garbage in unused slots."""
+"""Every row of ATTENTION against dense attention in fp64: mixed batches, partial blocks, sliding windows and sinks, garbage in unused slots."""
 
 import random
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention import ATTENTION, Attention, Step, load_attention
@@ -41,6 +43,8 @@ class Case:
     dtype: torch.dtype
     sequences: list[tuple[int, int]]
     seed: int = 0
+    window: int = 0
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -77,7 +81,7 @@ class Case:
         shape, batch = self.shape, self.batch(ranges, stored)
         qkv = torch.cat([self.qkv[s][first:last] for s, first, last in ranges])
         out = torch.full((len(qkv), shape.heads, shape.dim), float("nan"), dtype=self.dtype)
-        attention.begin(Step(batch, self.pool, shape.rotary(), qkv, out, shape.dim**-0.5))(1)
+        attention.begin(Step(batch, self.pool, shape.rotary(), qkv, out, shape.dim**-0.5, self.window, self.sinks))(1)
         return list(out.split([last - first for _, first, last in ranges]))
 
     def dense(self, sequence: int) -> Tensor:
@@ -87,13 +91,17 @@ class Case:
         q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
         k, v = (x.repeat_interleave(shape.heads // shape.kv_heads, dim=0) for x in (k, v))
         length = q.shape[1]
-        hidden = torch.ones(length, length).triu(1).bool()
+        positions, tokens = torch.arange(length)[:, None], torch.arange(length)[None, :]
+        hidden = tokens > positions
+        if self.window:
+            hidden |= (tokens <= positions - self.window) & (tokens >= self.sinks)
         return ((q @ k.transpose(1, 2) * shape.dim**-0.5).masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
     def prefill_then_query(self, attention: Attention, stored: bool = False) -> None:
         """Everything before the queries in a first batch, the queries in a second; the queries must equal dense attention."""
         before = [(s, 0, context if stored else context - queries) for s, (context, queries) in enumerate(self.sequences)]
-        self.run(attention, [r for r in before if r[2] > 0] or before)
+        if any(last for _, _, last in before):
+            self.run(attention, [r for r in before if r[2] > 0])
         results = self.run(attention, [(s, context - queries, context) for s, (context, queries) in enumerate(self.sequences)], stored)
         for s, (_, queries) in enumerate(self.sequences):
             expected = self.dense(s)[-queries:]
@@ -122,6 +130,33 @@ def test_mixed_batches_equal_dense_attention(attention: Attention, shape: Shape,
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_long_contexts(attention: Attention, dtype: torch.dtype) -> None:
     Case(SMOL, dtype, [(1500, 1), (1025, 130)]).prefill_then_query(attention)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 4), (100, 70), (600, 4), (5000, 1)])
+def test_windows_and_sinks(attention: Attention, dtype: torch.dtype, window: int, sinks: int) -> None:
+    Case(SMOL, dtype, [(1100, 1), (180, 75), (40, 40), (1, 1)], window=window, sinks=sinks).prefill_then_query(attention)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    shape = Shape(
+        heads=kv_heads * draw(st.integers(1, 9)),
+        kv_heads=kv_heads,
+        dim=draw(st.sampled_from([2, 16, 32, 48, 64, 96])),
+        block_tokens=draw(st.sampled_from([32, 96, 128])),
+    )
+    contexts = st.integers(1, 150) | st.sampled_from([511, 512, 513, 640])
+    sequences = [(context, draw(st.integers(1, min(context, 70)))) for context in draw(st.lists(contexts, min_size=1, max_size=3))]
+    window = draw(st.sampled_from([0, 0, 1, 33, 200, 600]))
+    return Case(shape, draw(st.sampled_from(list(TOLERANCE))), sequences, draw(st.integers(0, 99)), window, draw(st.integers(0, 100)))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(case=cases(), name=st.sampled_from(list(ATTENTION)))
+def test_any_shape_equals_dense_attention(case: Case, name: str) -> None:
+    case.prefill_then_query(load_attention(name, 2))
 
 
 def test_a_slot_of_minus_one_reads_the_pool_and_leaves_it(attention: Attention) -> None:

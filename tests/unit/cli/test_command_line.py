@@ -80,7 +80,9 @@ def test_status_shows_workers_load_and_counters() -> None:
         "blocks_cached": 30,
         "counters": {"pulled_bytes": 2e6, "zero": 0.0},
     }
-    store = {"name": "node-b", "node": "node-b", "address": "127.0.0.1:5", "generation": 9, "attributes": {"codec": "raw"}}
+    attributes = {"pid": "78", "transport": "nixl", "layout": "l", "slots_total": "40", "slots_free": "7", "slots_cached": "31", "slots_reserved": "2"}
+    attributes |= {"slots_quarantined": "0", "leases": "4", "holds": "5"}
+    store = {"name": "store-b", "node": "node-b", "address": "127.0.0.1:5", "generation": 9, "attributes": attributes}
     body = {
         "model": "m",
         "policy": "p",
@@ -96,7 +98,8 @@ def test_status_shows_workers_load_and_counters() -> None:
     assert "Redis does not answer" in text
     assert "2.0 MB" in text
     assert "zero" not in text
-    assert "codec=raw" in text
+    row = next(line for line in text.splitlines() if "store-b" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["store-b", "node-b", "78", "nixl", "40", "7", "31", "2", "0", "4", "5"]
 
 
 def test_the_demo_shows_instants_and_what_moved() -> None:

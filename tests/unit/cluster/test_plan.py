@@ -70,5 +70,10 @@ def test_a_pool_must_hold_one_whole_context(field: str) -> None:
         plan(f"{field}={needed - 1}")
 
 
+def test_the_log_level_reaches_every_process() -> None:
+    assert {process.log_level for process in plan("log_level=DEBUG").processes} == {"DEBUG"}
+    assert router_settings(config("log_level=DEBUG"), MODEL, ACCESS, Path("/logs"), 7).log_level == "DEBUG"
+
+
 def test_a_plan_survives_the_wire() -> None:
     assert msgspec.json.decode(msgspec.json.encode(plan()), type=Plan) == plan()

@@ -328,3 +328,12 @@ def _first_chunk(it: Bench) -> Chunk:
     while not isinstance(event := it.events.get(timeout=20), Chunk):
         pass
     return event
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_ended_by_a_fault_says_so(model_path: Path) -> None:
+    bench = Bench(model_path, 4, EngineConfig(dtype="float32"))
+    assert bench.engine.is_alive
+    bench.engine.unpin([0])  # nobody pinned it
+    bench.engine._thread.join(20)
+    assert not bench.engine.is_alive

@@ -47,10 +47,10 @@ class Sequences:
         queries = torch.cat([self.queries[s][first:last] for s, first, last in ranges])
         return queries, self.pool, tables, torch.tensor(starts, dtype=torch.int32), torch.tensor([last for _, _, last in ranges], dtype=torch.int32)
 
-    def attend(self, ranges: list[tuple[int, int, int]], threads: int = 1) -> list[Tensor]:
+    def attend(self, ranges: list[tuple[int, int, int]], threads: int = 1, window: int = 0, sinks: int = 0) -> list[Tensor]:
         q, pool, tables, starts, lens = self.arguments(ranges)
         out = torch.full_like(q, float("nan"))
-        headrace_native.paged_attention(out, q, pool, 1, tables, starts, lens, 0.125, threads)
+        headrace_native.paged_attention(out, q, pool, 1, tables, starts, lens, 0.125, threads, window, sinks)
         return list(out.split([last - first for _, first, last in ranges]))
 
 
@@ -78,6 +78,26 @@ def test_a_query_is_bitwise_the_same_alone_batched_and_chunked(instruction_set: 
             assert torch.equal(torch.cat(chunks), whole[s])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (700, 5)])
+def test_threads_company_and_chunks_leave_no_trace_in_long_contexts(instruction_set: str, dtype: torch.dtype, window: int, sinks: int) -> None:
+    """Contexts of several ranges: cut for 1, 2, 3, 7 or 16 threads, alone and in company, in chunks, row by row."""
+    sequences = Sequences(dtype, [2600, 900, 40])
+    sampled = [0, 511, 512, 513, 1023, 1900, 2599]
+    single = {(s, i): sequences.attend([(s, i, i + 1)], 1, window, sinks)[0] for s, context in enumerate((2600, 900)) for i in sampled if i < context}
+    for threads in (2, 3, 7, 16):
+        for (s, i), expected in single.items():
+            alone, beside = (
+                sequences.attend([(s, i, i + 1)], threads, window, sinks),
+                sequences.attend([(2, 0, 40), (s, i, i + 1), (1, 0, 33)], threads, window, sinks),
+            )
+            assert torch.equal(alone[0], expected) and torch.equal(beside[1], expected)
+    for first, last in [(500, 600), (1890, 1903), (2560, 2600)]:
+        for threads in (1, 3):
+            chunk = sequences.attend([(0, first, last)], threads, window, sinks)[0]
+            assert all(torch.equal(chunk[i - first], single[0, i][0]) for i in sampled if first <= i < last)
+
+
 def test_queries_may_be_part_of_wider_rows() -> None:
     sequences = Sequences(torch.bfloat16, [50])
     q, pool, tables, starts, lens = sequences.arguments([(0, 0, 50)])
@@ -100,8 +120,8 @@ def test_write_kv_equals_the_reference_and_skips_minus_one() -> None:
 def _valid() -> dict[str, object]:
     sequences = Sequences(torch.bfloat16, [40])
     q, pool, tables, starts, lens = sequences.arguments([(0, 30, 40)])
-    names = ("out", "q", "pool", "layer", "block_tables", "query_starts", "context_lens", "scale")
-    return dict(zip(names, (torch.empty_like(q), q, pool, 1, tables, starts, lens, 0.125), strict=True))
+    names = ("out", "q", "pool", "layer", "block_tables", "query_starts", "context_lens", "scale", "window")
+    return dict(zip(names, (torch.empty_like(q), q, pool, 1, tables, starts, lens, 0.125, 0), strict=True))
 
 
 BAD = {
@@ -115,6 +135,8 @@ BAD = {
     "short table": ("block_tables", lambda a: a[:, :1].contiguous(), ValueError),
     "rows uncovered": ("query_starts", lambda a: a - torch.tensor([0, 1], dtype=torch.int32), ValueError),
     "context shorter than queries": ("context_lens", lambda a: a * 0 + 9, ValueError),
+    "scale": ("scale", lambda a: 0.0, ValueError),
+    "window": ("window", lambda a: -1, ValueError),
     "lists": ("q", lambda a: a.float().tolist(), TypeError),
 }
 

@@ -29,8 +29,11 @@ class Engine:
 
 
 class NoStore:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
     async def get(self, *_: Any) -> Any:
-        raise StoreLost("gone")
+        raise self._error
 
 
 class Mover:
@@ -41,9 +44,9 @@ async def no_store() -> None:
     return None
 
 
-def begin() -> tuple[Engine, list[pb.Row], PrefillJob, Sequence]:
+def begin(error: Exception | None = None) -> tuple[Engine, list[pb.Row], PrefillJob, Sequence]:
     engine, rows = Engine(), []
-    stores: Any = NoStore()
+    stores: Any = NoStore(error or StoreLost("gone"))
     service = PrefillService(engine, NodeLoader(Mover(), no_store), stores, 32)  # type: ignore[arg-type]
     request = GenerationRequest("r", tuple(range(40)), Sampling(max_tokens=4), time.time() + 30, attempt=1)
     job = service.start(pb.Prefill(request=request.to_message()), rows.append)
@@ -81,6 +84,16 @@ async def test_an_aborted_job_reports_no_push() -> None:
     await ended(job)
     assert engine.unpinned == [3] and engine.aborted == 1
     assert [row.finish_reason for row in rows] == ["error"]
+
+
+async def test_a_fault_of_ours_pins_nothing_and_is_reported_as_not_pushed() -> None:
+    engine, rows, job, sequence = begin(RuntimeError("a fault"))
+    job.handle(Admitted(sequence))
+    job.handle(exported(sequence, 1, 2))
+    job.handle(Chunk(sequence, [5], "x", "handoff"))
+    await ended(job)
+    assert sorted(engine.unpinned) == [1, 2]
+    assert [(row.finish_reason, row.kv_pushed) for row in rows] == [("handoff", False), ("", False)]
 
 
 async def test_aborted_after_the_hand_off_it_stops_pushing() -> None:
