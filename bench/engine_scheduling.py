@@ -50,6 +50,8 @@ VOCABULARY = 256
 class SleepingRunner:
     """A step takes as long as a memory-bound model's: a fixed time and a little for each token. The next token follows from the last and its position."""
 
+    vocab_size = VOCABULARY
+
     def __init__(self, base_s: float = 0.004, token_s: float = 0.0001) -> None:
         self._base_s = base_s
         self._token_s = token_s

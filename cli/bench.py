@@ -13,6 +13,8 @@ BENCHES = {
     "interference": ("bench.interference", "How much arriving prompts slow running answers, colocated and disaggregated."),
     "vllm": ("bench.vllm", "Side by side with vLLM on this machine."),
     "structured": ("bench.structured", "Valid answers, the cost of masks, and the passes that forced tokens save."),
+    "engine": ("bench.engine", "Steps as fractions of what this machine can read and multiply."),
+    "quality": ("bench.quality", "Perplexity of each weight format."),
     "idle": ("bench.idle", "What an idle cluster costs."),
 }
 

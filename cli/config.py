@@ -175,12 +175,17 @@ def _check(config: HeadraceConfig, cores: set[int]) -> None:
         _convert(msgspec.to_builtins(config.engine) | worker.engine, EngineConfig, f"{path}.engine")
         engine = worker_engine(config, worker)
         _check_engine(f"{path}.engine" if worker.engine else "engine", engine)
-        if (engine.block_tokens, engine.dtype) != (config.engine.block_tokens, config.engine.dtype):
-            raise ConfigError(f"{path}.engine: block_tokens and dtype must be the cluster's: workers exchange blocks", field=f"{path}.engine")
+        if _numerics(engine) != _numerics(config.engine):
+            raise ConfigError(f"{path}.engine: block_tokens, dtype and weights must be the cluster's: workers exchange blocks", field=f"{path}.engine")
     for n, node in enumerate(config.nodes):
         _check_cores(f"nodes[{n}].store_cores", node.store_cores, cores, config)
     _check_rows(config)
     _check_cluster(config)
+
+
+def _numerics(engine: EngineConfig) -> tuple[int, str, str]:
+    """What decides whether one engine may use another's blocks."""
+    return engine.block_tokens, engine.dtype, engine.weights
 
 
 def _check_names(entries: Sequence[tuple[str, NodeEntry | WorkerEntry]]) -> None:
@@ -209,6 +214,8 @@ def _check_engine(path: str, engine: EngineConfig) -> None:
         if getattr(engine, name) <= 0:
             raise ConfigError(f"{path}.{name}: must be positive", field=f"{path}.{name}")
     _check_lora(f"{path}.lora", engine.lora)
+    if engine.weights == "w8a8" and engine.dtype != "bfloat16":
+        raise ConfigError(f"{path}.weights: w8a8 goes with dtype bfloat16", field=f"{path}.weights")
     if engine.max_num_seqs > engine.max_num_batched_tokens:
         name = f"{path}.max_num_seqs"
         raise ConfigError(f"{name}: {engine.max_num_seqs} sequences step one token each, more than max_num_batched_tokens", field=name)

@@ -14,7 +14,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`max_num_batched_tokens`: tokens of one step, over all sequences; `chunk_tokens`: of one sequence in one step.
+    """`weights`: how matrices are held; "auto" is `dtype` itself. `max_num_batched_tokens`: tokens of one step, over all sequences;
+    `chunk_tokens`: of one sequence in one step.
     `attention`, `runner` and `admission` are rows of engine.attention.ATTENTION, engine.runner.RUNNERS and engine.admission.ADMISSION. `age_cap_s`: so
     long may others of the same class and tenant be preferred to a waiting sequence. `mixed_chunk`: decodes and chunks of prompts share a step,
     with at most `mixed_chunk_tokens` prompt tokens in it (0: what the budget leaves), which bounds how much a prompt slows the decodes beside it.
@@ -23,6 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `reasoning_marks`: what is between these tokens, where the model has them, no grammar binds; None binds everything."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: Literal["auto", "w8a8"] = "auto"
     block_tokens: int = 32
     kv_cache_bytes: int = 512 * 1024**2
     max_num_batched_tokens: int = 512
@@ -43,3 +45,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool = True
     lora: LoraConfig = LoraConfig()
     check_integrity: bool = False  # run the conservation checks whenever the engine turns idle
+
+    @property
+    def weight_format(self) -> str:
+        """The row of engine.linear.LINEARS that is meant. It decides the numbers, so it is part of every block's name."""
+        plain = {"bfloat16": "bf16", "float32": "fp32"}[self.dtype]
+        return plain if self.weights == "auto" else self.weights

@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.arena import Arena
+from engine.linear import PlainLinear
 from engine.model_config import ModelConfig
-from engine.weights import Linear
 from protocol.errors import InvalidRequest
 
 USED = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -37,8 +38,8 @@ FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",), "gate_up"
 class Delta:
     """What an adapter adds to one fused product. `down`: the parts' A, one below the other; `up`: their scaled B, block by block."""
 
-    down: Linear
-    up: Linear
+    down: PlainLinear
+    up: PlainLinear
     rank: int
 
 
@@ -61,7 +62,8 @@ def load_adapter(name: str, folder: Path, model: ModelConfig, dtype: torch.dtype
         raise InvalidRequest(f"{folder}: " + ("adapter_model.bin is a pickle: convert it to safetensors" if pickled else f"{weights.name} is missing"))
     pairs = _read_pairs(weights, model, max_rank)
     scales = {module: _scale(raw, module, pair["A"].shape[0]) for module, pair in pairs.items()}
-    layers = tuple(_layer(f"model.layers.{index}", pairs, scales, model, dtype) for index in range(model.num_layers))
+    arena = Arena()
+    layers = tuple(_layer(f"model.layers.{index}", pairs, scales, model, dtype, arena) for index in range(model.num_layers))
     return Adapter(name, _fingerprint(raw, weights), str(folder), layers)
 
 
@@ -136,7 +138,7 @@ def _of_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
         raise InvalidRequest(f"rank_pattern or alpha_pattern: {error}", field="rank_pattern") from None
 
 
-def _layer(name: str, pairs: dict[str, dict[str, Tensor]], scales: dict[str, float], model: ModelConfig, dtype: torch.dtype) -> dict[str, Delta]:
+def _layer(name: str, pairs: dict[str, dict[str, Tensor]], scales: dict[str, float], model: ModelConfig, dtype: torch.dtype, arena: Arena) -> dict[str, Delta]:
     shapes = module_shapes(model)
     deltas: dict[str, Delta] = {}
     for fused, parts in FUSED.items():
@@ -152,7 +154,7 @@ def _layer(name: str, pairs: dict[str, dict[str, Tensor]], scales: dict[str, flo
                     b = pairs[module]["B"] * scales[module]
                     up[start : start + height, column : column + b.shape[1]] = b
                     column += b.shape[1]
-            deltas[fused] = _delta(down, up, dtype)
+            deltas[fused] = _delta(down, up, dtype, arena)
     return deltas
 
 
@@ -164,11 +166,11 @@ def _starts(heights: Iterable[int]) -> list[int]:
     return starts
 
 
-def _delta(down: Tensor, up: Tensor, dtype: torch.dtype) -> Delta:
+def _delta(down: Tensor, up: Tensor, dtype: torch.dtype, arena: Arena) -> Delta:
     if len(down) % 2:  # packed pairs of bf16
         down = torch.cat([down, torch.zeros(1, down.shape[1])])
         up = torch.cat([up, torch.zeros(len(up), 1)], dim=1)
-    return Delta(Linear.of(down.to(dtype).contiguous()), Linear.of(up.to(dtype).contiguous()), len(down))
+    return Delta(PlainLinear(down.to(dtype).contiguous(), None, arena), PlainLinear(up.to(dtype).contiguous(), None, arena), len(down))
 
 
 def _fingerprint(raw: dict[str, Any], weights: Path) -> str:

@@ -9,14 +9,13 @@ from torch import Tensor
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """out [T, N] = x / rms(x) * weight."""
-    wide = x.float()
-    out.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float())
+    """out [T, N] = x / rms(x) * weight; x fp32."""
+    out.copy_(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float())
 
 
 def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """residual += x, then out = residual / rms(residual) * weight."""
-    residual.copy_(residual.float() + x.float())
+    """residual += x, both fp32, then out = residual / rms(residual) * weight."""
+    residual += x
     rms_norm(out, residual, weight, eps)
 
 

@@ -51,7 +51,7 @@ class TorchRunner:
         self._attention = load_attention(config.attention, config.threads)
         positions = min(model.max_position_embeddings, config.max_context_tokens)  # a table of those that a sequence here can have
         self.vocab_size = model.vocab_size
-        self._model = LlamaModel.load(model_path, replace(model, max_position_embeddings=positions), dtype)
+        self._model = LlamaModel.load(model_path, replace(model, max_position_embeddings=positions), config.weight_format)
 
     def run(self, batch: Batch) -> torch.Tensor:
         return self._model.forward(batch, self._pool, self._attention)

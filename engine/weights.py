@@ -7,34 +7,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import headrace_native
 import torch
 from headrace_native import Array
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.arena import Arena
+from engine.linear import Linear, LinearFormat
 from engine.model_config import ModelConfig
 from protocol.errors import ConfigError
-
-PANEL = 16  # outputs that the native product packs side by side
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """y [T, outputs] = x weight^T + bias, the weight packed for headrace_native.linear; bias fp32 or none."""
-
-    packed: Array
-    outputs: int
-    bias: Array | None = None
-
-    @staticmethod
-    def of(weight: Tensor, bias: Tensor | None = None) -> "Linear":
-        """Of weight [N, K] and bias [N]."""
-        outputs, width = weight.shape
-        pair = 2 if weight.dtype == torch.bfloat16 else 1
-        packed = weight.new_empty(-(-outputs // PANEL), width // pair, PANEL * pair)
-        headrace_native.pack_linear(packed, weight)
-        return Linear(Array(packed), outputs, None if bias is None else Array(bias.float()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +36,15 @@ class Weights:
     head: Linear
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weights:
+def load_weights(folder: Path, config: ModelConfig, weights: LinearFormat) -> Weights:
     """From model.safetensors or the shards that model.safetensors.index.json names. Raises ConfigError naming a missing or misshapen tensor."""
-    tensors = _Tensors(folder, dtype)
+    tensors = _Tensors(folder, weights)
     embedding = tensors.read("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     return Weights(
         embedding=embedding,
         layers=[_layer(tensors, f"model.layers.{index}", config) for index in range(config.num_layers)],
         norm=Array(tensors.read("model.norm.weight", config.hidden_size)),
-        head=Linear.of(embedding if config.tie_word_embeddings else tensors.read("lm_head.weight", config.vocab_size, config.hidden_size)),
+        head=tensors.pack(embedding if config.tie_word_embeddings else tensors.read("lm_head.weight", config.vocab_size, config.hidden_size)),
     )
 
 
@@ -82,10 +63,11 @@ def _layer(tensors: "_Tensors", name: str, config: ModelConfig) -> LayerWeights:
 
 
 class _Tensors:
-    """The named tensors of a folder, each read from its file once asked for."""
+    """The named tensors of a folder, each read from its file once asked for; matrices packed in the order of reading."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, folder: Path, weights: LinearFormat) -> None:
+        self._format = weights
+        self._arena = Arena()
         self._files: dict[str, Path] = {}
         for path in _safetensors_files(folder):
             try:
@@ -101,12 +83,15 @@ class _Tensors:
             tensor: Tensor = file.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the configuration demands {shape}")
-        return tensor.to(self._dtype).contiguous()
+        return tensor.to(self._format.dtype).contiguous()
 
     def fused(self, parts: dict[str, int], width: int, bias: bool) -> Linear:
         """The matrices named, of the heights given, one below the other."""
         weight = torch.cat([self.read(f"{part}.weight", height, width) for part, height in parts.items()])
-        return Linear.of(weight, torch.cat([self.read(f"{part}.bias", height) for part, height in parts.items()]) if bias else None)
+        return self.pack(weight, torch.cat([self.read(f"{part}.bias", height) for part, height in parts.items()]) if bias else None)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._format.pack(weight, bias, self._arena)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -65,7 +65,7 @@ class WorkerProcess:
         model = ModelConfig.load(Path(config.model_path))
         layout = model.layout(config.engine.block_tokens, config.engine.dtype)
         num_blocks = config.engine.kv_cache_bytes // layout.block_bytes
-        self._salt = f"{config.revision}/{layout.fingerprint}"
+        self._salt = f"{config.revision}/{layout.fingerprint}/{config.engine.weight_format}"
         self._endpoint = open_endpoint(config.transport, f"{config.name}#{self._generation}", BlockMover.arena_bytes(layout, num_blocks, STAGING_SLOTS))
         self._mover = BlockMover(self._endpoint, layout, num_blocks, config.store.codec, STAGING_SLOTS, config.transport.backend)
         runner = open_runner(config.engine, Path(config.model_path), model, self._mover.pool)

@@ -1,7 +1,7 @@
 // Row-wise kernels between the matrix products: RMS norm, rotary embedding with the write to the pool, gated SiLU.
 // Included by isa_*.cpp after simd.h. Every row is reduced in W lanes, in the order of its columns.
 
-template <class T> float sum_of_squares(const T* x, int64_t size) {
+inline float sum_of_squares(const float* x, int64_t size) {
     F total = Simd::zero();
     int64_t i = 0;
     for (; i + W <= size; i += W) {
@@ -15,23 +15,19 @@ template <class T> float sum_of_squares(const T* x, int64_t size) {
     return Simd::sum(total);
 }
 
-template <class T> void add_to(T* residual, const T* x, int64_t size) {
+inline void add_to(float* residual, const float* x, int64_t size) {
     int64_t i = 0;
     for (; i + W <= size; i += W) Simd::store(residual + i, Simd::add(Simd::load(residual + i), Simd::load(x + i)));
-    if (i < size) {
-        int n = int(size - i);
-        store_first(residual + i, Simd::add(load_first(residual + i, n), load_first(x + i, n)), n);
-    }
+    for (; i < size; ++i) residual[i] += x[i];
 }
 
 template <class T> void norm_rows(const NormArgs& a, int64_t first, int64_t last) {
     const T* weight = (const T*)a.weight;
     for (int64_t row = first; row < last; ++row) {
-        const T* x = (const T*)a.x + row * a.size;
+        const float* x = a.x + row * a.size;
         if (a.residual) {
-            T* residual = (T*)a.residual + row * a.size;
-            add_to(residual, x, a.size);
-            x = residual;
+            add_to(a.residual + row * a.size, x, a.size);
+            x = a.residual + row * a.size;
         }
         F scale = Simd::set1(1.f / __builtin_sqrtf(sum_of_squares(x, a.size) / float(a.size) + a.eps));
         T* out = (T*)a.out + row * a.size;

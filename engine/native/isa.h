@@ -12,7 +12,9 @@ namespace {
 #include "lanes.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "bytes.h"
 #include "linear.h"
+#include "roofline.h"
 
 #if defined(__AVX512BF16__)
 using Bf16Lanes = PairLanes;
@@ -37,7 +39,11 @@ const Kernels& HEADRACE_TABLE(HEADRACE_ISA)() {
         {norm_rows<uint16_t>, norm_rows<float>},
         {silu_mul_rows<uint16_t>, silu_mul_rows<float>},
         {rope_rows<uint16_t>, rope_rows<float>},
-        {{linear_panels<PairLanes, uint16_t>, linear_panels<PairLanes, float>}, {nullptr, linear_panels<FloatLanes, float>}},
+        {quantize_rows<uint16_t>, quantize_rows<float>},
+        {linear_panels<PairLanes, uint16_t>, linear_panels<PairLanes, float>, linear_panels<FloatLanes, float>, linear_panels<ByteLanes, uint16_t>,
+         linear_panels<ByteLanes, float>},
+        read_all,
+        {multiply<PairLanes>, multiply<FloatLanes>, multiply<ByteLanes>},
     };
     return kernels;
 }

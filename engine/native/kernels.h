@@ -11,7 +11,9 @@ namespace headrace {
 
 enum Dtype { BF16 = 0, FP32 = 1 };
 
-constexpr int PANEL = 16;        // outputs of a matrix product that are packed side by side
+constexpr int PANEL = 64;        // outputs of a matrix product that are packed side by side
+constexpr int ROTATED = 64;      // values that the rotation before rounding to int8 mixes
+constexpr float ROTATION_NORM = 8.f;  // sqrt(ROTATED)
 constexpr int RUN_TOKENS = 32;   // K/V tokens that lie side by side: block_tokens is a multiple of it
 constexpr int TILE_TOKENS = 64;  // that one softmax update covers
 constexpr int RANGE_TOKENS = 512;  // whose softmax is complete in itself; a query merges its ranges in the order of its context
@@ -54,9 +56,9 @@ struct AttentionUnit {
 };
 
 struct NormArgs {
-    char* out;        // [T, N]
-    char* residual;   // [T, N] or null: receives residual + x
-    const char* x;    // [T, N]
+    char* out;        // [T, N], dtype of the kernel
+    float* residual;  // [T, N] or null: receives residual + x
+    const float* x;   // [T, N]
     const char* weight;
     int64_t size;
     float eps;
@@ -73,14 +75,27 @@ struct RopeArgs {
     int64_t layer;
 };
 
+struct QuantizeArgs {
+    int8_t* out;    // [T, K rounded up to ROTATED]
+    float* scales;  // [T]
+    int32_t* sums;  // [T] of the rounded values, or null
+    const char* x;  // [T, K]
+    int64_t k;
+};
 
 struct LinearArgs {
-    char* out;           // [T, N]
-    const char* x;       // [T, K]
-    const char* weight;  // packed, see linear.h
-    const float* bias;   // [N] or null
-    int64_t rows, n, k;
+    char* out;              // [T, N]
+    const char* x;          // [T, steps] of 32 bits
+    const char* weight;     // packed, see linear.h
+    const float* bias;      // [N] or null
+    int64_t rows, n, steps;
+    const float* x_scales;  // the rest only for int8: [T]
+    const int32_t* x_sums;  // [T]
+    const float* scales;    // [panels, PANEL]
 };
+
+enum LinearKind { BF16_BF16, BF16_FP32, FP32_FP32, INT8_BF16, INT8_FP32, LINEAR_KINDS };  // x and weight, out
+enum Peak { PEAK_BF16, PEAK_FP32, PEAK_INT8, PEAKS };
 
 struct Kernels {
     const char* name;
@@ -92,13 +107,17 @@ struct Kernels {
     void (*norm[2])(const NormArgs&, int64_t first, int64_t last);
     void (*silu_mul[2])(char* out, const char* gate_up, int64_t size, int64_t first, int64_t last);
     void (*rope[2])(const RopeArgs&, int64_t first, int64_t last);
-    void (*linear[2][2])(const LinearArgs&, int64_t first_panel, int64_t last_panel);  // [dtype of x][dtype of out]
+    void (*quantize[2])(const QuantizeArgs&, int64_t first, int64_t last, float* rotated);  // rotated: scratch for one row
+    void (*linear[LINEAR_KINDS])(const LinearArgs&, int64_t first_panel, int64_t last_panel);
+    uint64_t (*read)(const char* data, int64_t bytes);        // a checksum: one streaming pass
+    int64_t (*multiply[PEAKS])(int64_t repeats, float* sink);  // multiplications of a register-blocked loop without memory
 };
 
 const Kernels& generic_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512vnni_kernels();
 const Kernels& avx512bf16_kernels();
 #endif
 

@@ -1,6 +1,7 @@
 // What a lane of 32 bits holds in the inner products: one fp32, or a pair of bf16. Included by isa_*.cpp after simd.h.
 
 struct FloatLanes {
+    using Sum = F;
     static constexpr int ITEMS = 1;
     static F dot(F acc, uint32_t item, const uint32_t* lanes) {
         float x;
@@ -14,6 +15,7 @@ struct FloatLanes {
 
 #if defined(__AVX512BF16__)
 struct PairLanes {
+    using Sum = F;
     static constexpr int ITEMS = 2;
     static F dot(F acc, uint32_t item, const uint32_t* lanes) {
         return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(int(item)), (__m512bh)_mm512_loadu_si512(lanes));
@@ -25,6 +27,7 @@ struct PairLanes {
 #else
 // The product of pairs on a machine that has none: the lower k first.
 struct PairLanes {
+    using Sum = F;
     static constexpr int ITEMS = 2;
     static F dot(F acc, uint32_t item, const uint32_t* lanes) {
         uint32_t low = item << 16, high = item & 0xffff0000;

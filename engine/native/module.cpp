@@ -1,42 +1,19 @@
 // The Python module headrace_native: checks what it is given, cuts it into units, runs them on the fastest kernels of this machine.
 // Arrays are used in place (never converted, never copied); the GIL is released while kernels run.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "attention_plan.h"
-#include "kernels.h"
-#include "thread_pool.h"
-
-namespace nb = nanobind;
 
 namespace headrace {
 namespace {
-
-using NdArray = nb::ndarray<nb::device::cpu>;
-
-// A tensor in place. Taking one from Python costs 2 us, so what is used again and again is wrapped once (headrace_native.Array).
-class Array {
-  public:
-    explicit Array(NdArray array) : array_(std::move(array)) {}
-    nb::dlpack::dtype dtype() const { return array_.dtype(); }
-    size_t ndim() const { return array_.ndim(); }
-    size_t shape(size_t i) const { return array_.shape(i); }
-    int64_t stride(size_t i) const { return array_.stride(i); }
-    void* data() const { return array_.data(); }
-
-  private:
-    NdArray array_;
-};
 
 // ---- which kernels -------------------------------------------------------------------------------------------------------------
 
@@ -44,7 +21,9 @@ std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> best_first;
 #if defined(__x86_64__)
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) best_first.push_back(&avx512bf16_kernels());
+    bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    if (vnni && __builtin_cpu_supports("avx512bf16")) best_first.push_back(&avx512bf16_kernels());
+    if (vnni) best_first.push_back(&avx512vnni_kernels());
     if (avx512) best_first.push_back(&avx512_kernels());
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best_first.push_back(&avx2_kernels());
 #endif
@@ -71,58 +50,6 @@ void use_instruction_set(const std::string& name) {
 
 // ---- checks --------------------------------------------------------------------------------------------------------------------
 
-[[noreturn]] void refuse(const char* name, const std::string& why) { throw nb::value_error((std::string(name) + ": " + why).c_str()); }
-
-void require(bool holds, const char* name, const char* why) {
-    if (!holds) refuse(name, why);
-}
-
-bool is_dtype(const Array& a, nb::dlpack::dtype_code code, int bits) { return a.dtype().code == uint8_t(code) && a.dtype().bits == bits && a.dtype().lanes == 1; }
-
-Dtype float_dtype(const Array& a, const char* name) {
-    if (is_dtype(a, nb::dlpack::dtype_code::Bfloat, 16)) return BF16;
-    if (is_dtype(a, nb::dlpack::dtype_code::Float, 32)) return FP32;
-    throw nb::type_error((std::string(name) + ": bfloat16 or float32 expected").c_str());
-}
-
-int item_bytes(Dtype dtype) { return dtype == BF16 ? 2 : 4; }
-
-// Contiguous but for the distance between rows, which may be larger.
-void require_rows(const Array& a, const char* name) {
-    int64_t expected = 1;
-    for (size_t i = a.ndim(); i-- > 1; expected *= int64_t(a.shape(i)))
-        if (a.shape(i) != 1 && a.stride(i) != expected) refuse(name, "not contiguous");
-    if (a.shape(0) > 1 && a.stride(0) < expected) refuse(name, "not contiguous");
-}
-
-int64_t row_stride(const Array& a) {
-    int64_t expected = 1;
-    for (size_t i = 1; i < a.ndim(); ++i) expected *= int64_t(a.shape(i));
-    return a.shape(0) > 1 ? a.stride(0) : expected;
-}
-
-void require_contiguous(const Array& a, const char* name) {
-    require_rows(a, name);
-    int64_t expected = 1;
-    for (size_t i = 1; i < a.ndim(); ++i) expected *= int64_t(a.shape(i));
-    require(a.shape(0) <= 1 || a.stride(0) == expected, name, "not contiguous");
-}
-
-// A contiguous tensor of `dtype` and the shape named; -1 is any size.
-void require_float(const Array& a, const char* name, Dtype dtype, std::vector<int64_t> shape) {
-    if (float_dtype(a, name) != dtype) throw nb::type_error((std::string(name) + ": dtype differs").c_str());
-    require(a.ndim() == shape.size(), name, "wrong number of dimensions");
-    for (size_t i = 0; i < shape.size(); ++i) require(shape[i] < 0 || int64_t(a.shape(i)) == shape[i], name, "wrong shape");
-}
-
-template <class T> const T* integers(const Array& a, const char* name, size_t ndim, int64_t size) {
-    if (!is_dtype(a, nb::dlpack::dtype_code::Int, 8 * sizeof(T))) throw nb::type_error((std::string(name) + (sizeof(T) == 8 ? ": int64 expected" : ": int32 expected")).c_str());
-    require(a.ndim() == ndim, name, "wrong number of dimensions");
-    require(size < 0 || int64_t(a.shape(0)) == size, name, "wrong length");
-    require_contiguous(a, name);
-    return (const T*)a.data();
-}
-
 Pool pool_of(const Array& a, Dtype dtype, int64_t layer) {
     require_float(a, "pool", dtype, {-1, -1, -1, 2, -1, -1});
     require_contiguous(a, "pool");
@@ -137,28 +64,6 @@ const int64_t* slots_of(const Array& a, const Pool& pool, int64_t rows) {
     const int64_t* slots = integers<int64_t>(a, "slots", 1, rows);
     for (int64_t i = 0; i < rows; ++i) require(slots[i] >= -1 && slots[i] < pool.num_blocks * pool.block_tokens, "slots", "outside the pool");
     return slots;
-}
-
-// ---- work --------------------------------------------------------------------------------------------------------------------
-
-// Cuts [0, rows) into pieces of about `row_bytes` * n >= 64 KiB and calls op(first, last) for each.
-template <class Op> void over_rows(int64_t rows, int64_t row_bytes, int threads, const Op& op) {
-    int64_t step = threads <= 1 ? rows : std::max<int64_t>(1, 65536 / std::max<int64_t>(row_bytes, 1));
-    if (rows <= step) {
-        if (rows > 0) op(int64_t(0), rows);
-        return;
-    }
-    parallel_for((rows + step - 1) / step, threads, [&](int64_t i) { op(i * step, std::min(rows, (i + 1) * step)); });
-}
-
-char* thread_scratch(size_t bytes) {
-    thread_local std::unique_ptr<char[]> memory;
-    thread_local size_t capacity = 0;
-    if (bytes + 64 > capacity) {
-        capacity = bytes + 64;
-        memory.reset(new char[capacity]);
-    }
-    return (char*)((uintptr_t(memory.get()) + 63) & ~uintptr_t(63));
 }
 
 void check_sequences(const Pool& pool, const int32_t* tables, int64_t max_blocks, const int32_t* starts, const int32_t* lens, int64_t sequences, int64_t rows) {
@@ -193,7 +98,7 @@ void paged_attention(const Array& out, const Array& q, const Array& pool_, int64
     nb::gil_scoped_release released;
     check_sequences(pool, tables, max_blocks, starts, lens, sequences, rows);
     AttentionArgs args{(char*)out.data(), (const char*)q.data(), row_stride(q), pool, layer, heads, scale, window, window > 0 ? sinks : 0};
-    const Kernels& kernels = *chosen.load();
+    const Kernels& kernels = current_kernels();
     AttentionPlan plan(args, kernels, tables, max_blocks, starts, lens, sequences, num_threads);
     parallel_for(plan.items(), num_threads, [&](int64_t item) { plan.run(item, dtype, thread_scratch(plan.scratch_bytes())); });
 }
@@ -236,25 +141,25 @@ void rope_write_kv(const Array& qkv, const Array& positions_, const Array& cos, 
     RopeArgs args{(char*)qkv.data(), row_stride(qkv), heads, positions, slots_of(slots_, pool, rows), (const float*)cos.data(), (const float*)sin.data(), pool, layer};
 
     nb::gil_scoped_release released;
-    const Kernels& kernels = *chosen.load();
+    const Kernels& kernels = current_kernels();
     over_rows(rows, int64_t(qkv.shape(1)) * 4, num_threads, [&](int64_t first, int64_t last) { kernels.rope[dtype](args, first, last); });
 }
 
 void run_norm(const Array& out, const Array* residual, const Array& x, const Array& weight, float eps, int num_threads) {
-    Dtype dtype = float_dtype(x, "x");
-    require_float(x, "x", dtype, {-1, -1});
+    Dtype dtype = float_dtype(out, "out");
+    require_float(x, "x", FP32, {-1, -1});
     int64_t rows = int64_t(x.shape(0)), size = int64_t(x.shape(1));
     require_float(out, "out", dtype, {rows, size});
     require_float(weight, "weight", dtype, {size});
     for (const Array* a : {&x, &out, &weight}) require_contiguous(*a, "x, out, weight");
     if (residual) {
-        require_float(*residual, "residual", dtype, {rows, size});
+        require_float(*residual, "residual", FP32, {rows, size});
         require_contiguous(*residual, "residual");
     }
-    NormArgs args{(char*)out.data(), residual ? (char*)residual->data() : nullptr, (const char*)x.data(), (const char*)weight.data(), size, eps};
+    NormArgs args{(char*)out.data(), residual ? (float*)residual->data() : nullptr, (const float*)x.data(), (const char*)weight.data(), size, eps};
 
     nb::gil_scoped_release released;
-    const Kernels& kernels = *chosen.load();
+    const Kernels& kernels = current_kernels();
     over_rows(rows, size * 4, num_threads, [&](int64_t first, int64_t last) { kernels.norm[dtype](args, first, last); });
 }
 
@@ -273,63 +178,14 @@ void silu_mul(const Array& out, const Array& gate_up, int num_threads) {
     require_contiguous(gate_up, "gate_up");
 
     nb::gil_scoped_release released;
-    const Kernels& kernels = *chosen.load();
+    const Kernels& kernels = current_kernels();
     over_rows(rows, size * 8, num_threads, [&](int64_t first, int64_t last) { kernels.silu_mul[dtype]((char*)out.data(), (const char*)gate_up.data(), size, first, last); });
 }
 
-// Steps of 32 bits that a row of K items makes.
-int64_t steps_of(int64_t k, Dtype dtype) {
-    require(dtype == FP32 || k % 2 == 0, "weight", "an odd number of columns");
-    return k * item_bytes(dtype) / 4;
-}
-
-void pack_linear(const Array& packed, const Array& weight) {
-    Dtype dtype = float_dtype(weight, "weight");
-    require_float(weight, "weight", dtype, {-1, -1});
-    require_contiguous(weight, "weight");
-    int64_t n = int64_t(weight.shape(0)), steps = steps_of(int64_t(weight.shape(1)), dtype), panels = (n + PANEL - 1) / PANEL;
-    require_float(packed, "packed", dtype, {panels, steps, PANEL * 4 / item_bytes(dtype)});
-    require_contiguous(packed, "packed");
-
-    nb::gil_scoped_release released;
-    const uint32_t* in = (const uint32_t*)weight.data();
-    uint32_t* out = (uint32_t*)packed.data();
-    for (int64_t panel = 0; panel < panels; ++panel)
-        for (int64_t step = 0; step < steps; ++step)
-            for (int64_t lane = 0; lane < PANEL; ++lane) {
-                int64_t row = panel * PANEL + lane;
-                *out++ = row < n ? in[row * steps + step] : 0;
-            }
-}
-
-constexpr int64_t PANELS_PER_UNIT = 4;
-
-void linear(const Array& out, const Array& x, const Array& packed, const Array* bias, int num_threads) {
-    Dtype dtype = float_dtype(x, "x"), out_dtype = float_dtype(out, "out");
-    require_float(x, "x", dtype, {-1, -1});
-    require_contiguous(x, "x");
-    int64_t rows = int64_t(x.shape(0)), k = int64_t(x.shape(1));
-    require_float(out, "out", out_dtype, {rows, -1});
-    require_contiguous(out, "out");
-    int64_t n = int64_t(out.shape(1)), panels = (n + PANEL - 1) / PANEL;
-    require_float(packed, "packed", dtype, {panels, steps_of(k, dtype), PANEL * 4 / item_bytes(dtype)});
-    require_contiguous(packed, "packed");
-    if (bias) {
-        require_float(*bias, "bias", FP32, {n});
-        require_contiguous(*bias, "bias");
-    }
-    const Kernels& kernels = *chosen.load();
-    auto kernel = kernels.linear[dtype][out_dtype];
-    require(kernel != nullptr, "out", "float32 expected");
-    LinearArgs args{(char*)out.data(), (const char*)x.data(), (const char*)packed.data(), bias ? (const float*)bias->data() : nullptr, rows, n, k};
-
-    nb::gil_scoped_release released;
-    if (rows == 0) return;
-    parallel_for((panels + PANELS_PER_UNIT - 1) / PANELS_PER_UNIT, num_threads,
-                 [&](int64_t i) { kernel(args, i * PANELS_PER_UNIT, std::min(panels, (i + 1) * PANELS_PER_UNIT)); });
-}
-
 }  // namespace
+
+const Kernels& current_kernels() { return *chosen.load(); }
+
 }  // namespace headrace
 
 NB_MODULE(headrace_native, m) {
@@ -346,7 +202,7 @@ NB_MODULE(headrace_native, m) {
           nb::arg("num_threads") = 1);
     m.def("rms_norm", rms_norm, nb::arg("out"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
     m.def("add_rms_norm", add_rms_norm, nb::arg("out"), nb::arg("residual"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("num_threads") = 1);
-    m.def("pack_linear", pack_linear, nb::arg("packed"), nb::arg("weight"));
-    m.def("linear", linear, nb::arg("out"), nb::arg("x"), nb::arg("packed"), nb::arg("bias").none() = nb::none(), nb::arg("num_threads") = 1);
     m.def("silu_mul", silu_mul, nb::arg("out"), nb::arg("gate_up"), nb::arg("num_threads") = 1);
+    bind_linear(m);
+    bind_roofline(m);
 }

@@ -7,7 +7,7 @@ struct Simd {
     using F = __m512;
     using I = __m512i;
     static constexpr int W = 16;
-    static constexpr int SCORE_ROWS = 6, SCORE_VECTORS = 4, VALUE_ROWS = 6, VALUE_VECTORS = 4, LINEAR_ROWS = 6, LINEAR_PANELS = 4;  // register tiles
+    static constexpr int SCORE_ROWS = 6, SCORE_VECTORS = 4, VALUE_ROWS = 6, VALUE_VECTORS = 4, LINEAR_ROWS = 6, LINEAR_VECTORS = 4;  // register tiles
 
     static F zero() { return _mm512_setzero_ps(); }
     static F set1(float x) { return _mm512_set1_ps(x); }
@@ -24,6 +24,15 @@ struct Simd {
     static float largest(F a) { return _mm512_reduce_max_ps(a); }
     static F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static F power_of_two(F n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23)); }
+    template <int H> static F swap(F a) {  // lane i with lane i ^ H
+        if constexpr (H == 1) return _mm512_permute_ps(a, 0xb1);
+        else if constexpr (H == 2) return _mm512_permute_ps(a, 0x4e);
+        else if constexpr (H == 4) return _mm512_shuffle_f32x4(a, a, 0xb1);
+        else return _mm512_shuffle_f32x4(a, a, 0x4e);
+    }
+    static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+    static I minus(I a, int32_t b) { return _mm512_sub_epi32(a, _mm512_set1_epi32(b)); }
+    static void store_bytes(int8_t* p, F whole) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole))); }
     static F first_lanes(F a, int n, F rest) { return _mm512_mask_blend_ps(n <= 0 ? 0 : n >= 16 ? 0xffff : (1u << n) - 1, rest, a); }  // n of a, then rest
     static F low_halves(const uint32_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
     static F high_halves(const uint32_t* p) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000)))); }
@@ -43,7 +52,7 @@ struct Simd {
     using F = __m256;
     using I = __m256i;
     static constexpr int W = 8;
-    static constexpr int SCORE_ROWS = 2, SCORE_VECTORS = 4, VALUE_ROWS = 2, VALUE_VECTORS = 4, LINEAR_ROWS = 2, LINEAR_PANELS = 2;
+    static constexpr int SCORE_ROWS = 2, SCORE_VECTORS = 4, VALUE_ROWS = 2, VALUE_VECTORS = 4, LINEAR_ROWS = 2, LINEAR_VECTORS = 4;
 
     static F zero() { return _mm256_setzero_ps(); }
     static F set1(float x) { return _mm256_set1_ps(x); }
@@ -68,6 +77,18 @@ struct Simd {
     }
     static F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static F power_of_two(F n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)); }
+    template <int H> static F swap(F a) {  // lane i with lane i ^ H
+        if constexpr (H == 1) return _mm256_permute_ps(a, 0xb1);
+        else if constexpr (H == 2) return _mm256_permute_ps(a, 0x4e);
+        else return _mm256_permute2f128_ps(a, a, 1);
+    }
+    static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+    static I minus(I a, int32_t b) { return _mm256_sub_epi32(a, _mm256_set1_epi32(b)); }
+    static void store_bytes(int8_t* p, F whole) {
+        I n = _mm256_cvtps_epi32(whole);
+        __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
+        _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
+    }
     static F first_lanes(F a, int n, F rest) {
         I lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
         return _mm256_blendv_ps(rest, a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes)));
@@ -92,7 +113,8 @@ struct Simd {
 struct Simd {
     static constexpr int W = 8;
     struct F { float v[W]; };
-    static constexpr int SCORE_ROWS = 1, SCORE_VECTORS = 4, VALUE_ROWS = 1, VALUE_VECTORS = 2, LINEAR_ROWS = 1, LINEAR_PANELS = 1;
+    struct I { int32_t v[W]; };
+    static constexpr int SCORE_ROWS = 1, SCORE_VECTORS = 4, VALUE_ROWS = 1, VALUE_VECTORS = 2, LINEAR_ROWS = 1, LINEAR_VECTORS = 2;
 
     template <class Op> static F each(Op op) {
         F r;
@@ -125,6 +147,13 @@ struct Simd {
             return r;
         });
     }
+    template <int H> static F swap(F a) { return each([&](int i) { return a.v[i ^ H]; }); }  // lane i with lane i ^ H
+    static F to_float(I a) { return each([&](int i) { return float(a.v[i]); }); }
+    static I minus(I a, int32_t b) {
+        for (int i = 0; i < W; ++i) a.v[i] -= b;
+        return a;
+    }
+    static void store_bytes(int8_t* p, F whole) { for (int i = 0; i < W; ++i) p[i] = int8_t(int32_t(whole.v[i])); }
     static F first_lanes(F a, int n, F rest) { return each([&](int i) { return i < n ? a.v[i] : rest.v[i]; }); }
     static F from_bits(const uint32_t* bits) {
         F r;
@@ -158,6 +187,7 @@ struct Simd {
 #endif
 
 using F = Simd::F;
+using I = Simd::I;
 constexpr int W = Simd::W;
 
 // 2^x for x <= 127; below -127 it is 0. Relative error 2e-7.

@@ -51,7 +51,7 @@ class Served:
         config = ModelConfig.load(model_path)
         torch.manual_seed(3)
         self.prompts = [torch.randint(0, 256, (length,)).tolist() for length in LENGTHS]
-        self.model = LlamaModel.load(model_path, config, dtype)
+        self.model = LlamaModel.load(model_path, config, {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
         self.attention = load_attention("native", 1)
         self.pool = torch.zeros(2 * len(LENGTHS), *config.layout(BLOCK, "float32").shape, dtype=dtype)
 

@@ -49,7 +49,7 @@ class Served:
 
     def __init__(self, folder: Path, dtype: torch.dtype, attention: Attention, prompts: list[list[int]]) -> None:
         config = ModelConfig.load(folder)
-        self.model = LlamaModel.load(folder, config, dtype)
+        self.model = LlamaModel.load(folder, config, {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
         self.attention = attention
         self.prompts = prompts
         self.blocks = max(-(-len(prompt) // BLOCK) for prompt in prompts)
@@ -175,16 +175,16 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(tensors | {name: torch.zeros(3, 3)}, file)
     with pytest.raises(ConfigError, match=r"up_proj.*\(3, 3\)"):
-        LlamaModel.load(tmp_path, config, torch.float32)
+        LlamaModel.load(tmp_path, config, "fp32")
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
     with pytest.raises(ConfigError, match=r"lack model.layers.1.mlp.up_proj"):
-        LlamaModel.load(tmp_path, config, torch.float32)
+        LlamaModel.load(tmp_path, config, "fp32")
     file.write_bytes(b"none")
     with pytest.raises(ConfigError, match="safetensors"):
-        LlamaModel.load(tmp_path, config, torch.float32)
+        LlamaModel.load(tmp_path, config, "fp32")
     file.unlink()
     with pytest.raises(ConfigError, match="neither"):
-        LlamaModel.load(tmp_path, config, torch.float32)
+        LlamaModel.load(tmp_path, config, "fp32")
 
 
 REAL = Path(os.path.expanduser("~/.cache/headrace/models/smollm2-135m-instruct"))

@@ -18,9 +18,9 @@ GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "golden.json").read_
 PROMPTS = [entry["prompt"] for entry in GOLDEN if len(entry["prompt"]) < 300][::4]
 
 
-def our_logits(path: Path, dtype: str, prompts: list[list[int]]) -> list[torch.Tensor]:
+def our_logits(path: Path, dtype: str, prompts: list[list[int]], weights: str = "auto") -> list[torch.Tensor]:
     """Logits [T, vocabulary] of every position of each prompt."""
-    config = EngineConfig(dtype=dtype, threads=2)  # type: ignore[arg-type]
+    config = EngineConfig(dtype=dtype, weights=weights, threads=2)  # type: ignore[arg-type]
     model = ModelConfig.load(path)
     num_blocks = 16
     runner = open_runner(config, path, model, np.zeros(num_blocks * model.layout(config.block_tokens, dtype).block_bytes, np.uint8))
@@ -45,11 +45,12 @@ def test_bf16_is_as_near_to_fp32_as_transformers_own_bf16(smollm2_path: Path) ->
     torch.set_num_threads(2)
     exact = their_logits(smollm2_path, torch.float32, PROMPTS)
     theirs, ours = their_logits(smollm2_path, torch.bfloat16, PROMPTS), our_logits(smollm2_path, "bfloat16", PROMPTS)
-    fp32 = our_logits(smollm2_path, "float32", PROMPTS)
+    fp32, w8a8 = our_logits(smollm2_path, "float32", PROMPTS), our_logits(smollm2_path, "bfloat16", PROMPTS, "w8a8")
     distance = {
         name: float(torch.stack([(some - true).square().mean() for some, true in zip(logits, exact, strict=True)]).mean().sqrt())
-        for name, logits in (("transformers bf16", theirs), ("ours bf16", ours), ("ours fp32", fp32))
+        for name, logits in (("transformers bf16", theirs), ("ours bf16", ours), ("ours fp32", fp32), ("ours w8a8", w8a8))
     }
     print({name: round(value, 6) for name, value in distance.items()})
-    assert distance["ours bf16"] <= 1.2 * distance["transformers bf16"]
+    assert distance["ours bf16"] <= 0.6 * distance["transformers bf16"]
+    assert distance["ours bf16"] < distance["ours w8a8"] < 4 * distance["transformers bf16"]
     assert distance["ours fp32"] < 1e-3

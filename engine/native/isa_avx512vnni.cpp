@@ -1,0 +1,2 @@
+#define HEADRACE_ISA avx512vnni
+#include "isa.h"
