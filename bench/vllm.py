@@ -1,7 +1,8 @@
 """Side by side with vLLM (CPU build) on this machine, in one run, under vLLM's own load generator: `make bench-vllm`.
 
 Random prompts of 512 tokens, 64 output tokens, concurrency 1 and 16. Systems run one after the other, since they would share the cores otherwise:
-vLLM at its defaults, vLLM with --max-num-batched-tokens 256, Headrace disaggregated (examples/local.yaml) and colocated (examples/colocated.yaml).
+vLLM at its defaults, vLLM with --max-num-batched-tokens 256, Headrace disaggregated (examples/local.yaml) and colocated (examples/colocated.yaml), and
+colocated with int8 weights and activations (perplexity within 1%: `headrace bench quality`).
 Prints a table of figures and ratios against the better vLLM per metric, then one JSON line. Quote the ratios: absolute times depend on the machine.
 """
 
@@ -109,6 +110,7 @@ def systems(vllm: Path, model: Path) -> dict[str, list[str]]:
         "vLLM 256": [*peer, "--max-num-batched-tokens", "256"],
         "Headrace local": [*ours, "examples/local.yaml"],
         "Headrace colocated": [*ours, "examples/colocated.yaml"],
+        "Headrace colocated w8a8": [*ours, "examples/colocated.yaml", "--set", "engine.weights=w8a8"],
     }
 
 

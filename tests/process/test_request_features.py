@@ -11,7 +11,7 @@ from serving import serving, sides, timeline
 from cluster.local import Cluster
 
 T = TypeVar("T")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 FP32 = ("engine.dtype=float32", "engine.kv_cache_bytes=268435456", "store.capacity_bytes=268435456")
 PROMPT = "The history of the lighthouse begins with open fires that were built on hilltops to guide mariners at sea. " * 4
 CHAT = [{"role": "user", "content": "Name three rivers and say in one sentence each where they flow."}]
