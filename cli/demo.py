@@ -77,7 +77,8 @@ def stop(cluster: Cluster | None, err: Console) -> list[str]:
         return []
     err.print("stopping")
     cluster.stop()
-    return cluster.footprint.remaining() if cluster.footprint is not None else []
+    still = cluster.footprint.remaining() if cluster.footprint is not None else []
+    return cluster.left_behind + still
 
 
 def instants_table(timeline: Mapping[str, Any]) -> Table:

@@ -59,6 +59,7 @@ class Cluster:
         self._socket: socket.socket | None = None
         self._received = b""
         self.footprint: Footprint | None = None
+        self.left_behind: list[str] = []  # what `stop` had to kill or remove because the processes did not
 
     def __enter__(self) -> "Cluster":
         self.start()
@@ -95,7 +96,7 @@ class Cluster:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        footprint.clear()
+        self.left_behind = footprint.clear()
 
     def wait(self) -> int:
         """Blocks until the host ends by itself, which it should not; returns its exit code."""

@@ -16,13 +16,12 @@ from engine.rows import chunk_row, error_row, tell
 from engine.scheduler import LoadItem
 from engine.sequence import Export, Sequence, SequenceKey, Submission, Tally
 from kvstore.hashing import hold_name, private_hash
-from kvstore.loader import NodeLoader
+from kvstore.loader import PREFIX_WAIT_S, NodeLoader
 from kvstore.mover import PoolBlock
 from protocol import headrace_pb2 as pb
 from protocol.instants import Instant
 from protocol.request import GenerationRequest
 
-PREFIX_WAIT_S = 1.0  # for prefix blocks on their way to this node's store, when nothing was handed off
 Emit = Callable[[pb.Row], None]
 
 

@@ -13,6 +13,7 @@ from protocol.errors import HeadraceError
 
 log = logging.getLogger(__name__)
 LocalStore = Callable[[], Awaitable[StoreSession | None]]
+PREFIX_WAIT_S = 1.0  # for blocks on their way to this node's store that nobody handed off: a matter of milliseconds, or not worth waiting for
 
 
 class NodeLoader:

@@ -16,7 +16,7 @@ from engine.rows import chunk_row, error_row, tell
 from engine.scheduler import LoadItem
 from engine.sequence import Export, SequenceKey, Submission
 from kvstore.hashing import BlockHash, hold_name, private_hash
-from kvstore.loader import NodeLoader
+from kvstore.loader import PREFIX_WAIT_S, NodeLoader
 from kvstore.mover import PoolBlock, PushPlan
 from kvstore.session import StoreAddress, StoreSessions
 from protocol import headrace_pb2 as pb
@@ -25,7 +25,6 @@ from protocol.instants import Instant
 from protocol.request import GenerationRequest
 
 log = logging.getLogger(__name__)
-PREFIX_WAIT_S = 1.0  # for prefix blocks that are on their way to this node's store: they are a matter of milliseconds, or not worth waiting for
 Emit = Callable[[pb.Row], None]
 
 

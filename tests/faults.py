@@ -32,6 +32,7 @@ class Stream:
     broken: str = ""  # the connection broke: the one thing that must never happen
     request_id: str = ""
     seconds: float = 0.0
+    timeout_s: float = 0.0
 
     @property
     def complete(self) -> bool:
@@ -55,7 +56,7 @@ async def stream(client: httpx.AsyncClient, into: Stream, model: str, prompt: Se
                     _take(into, line)
     except httpx.HTTPError as error:
         into.broken = f"{type(error).__name__}: {error}"
-    into.seconds = time.monotonic() - started
+    into.seconds, into.timeout_s = time.monotonic() - started, timeout_s
     return into
 
 
@@ -150,6 +151,8 @@ def judge(what: str, entries: Sequence[dict[str, Any]], outcome: Outcome) -> Cou
     recomputed, slowest = outcome.total("recomputed_tokens"), max(one.seconds for one in outcome.streams)
     figures = f"retries {outcome.count('retries')}, migrations {outcome.count('migrations')}, recomputed tokens {recomputed}, slowest {slowest:.1f} s"
     print(f"{what}: {dict(counts)}; {figures}")
+    late = [entry["name"] for entry, one in zip(entries, outcome.streams, strict=True) if one.seconds > one.timeout_s + 1]
+    assert not late, f"past their deadline: {late}"
     assert not wrong, wrong
     return counts
 
