@@ -112,7 +112,9 @@ class BlockMover:
         named = [Key(BlockHash(key.hash), key.length, key.private) for key in keys]
         answer_by = min(deadline, time.time() + ANSWER_S)
         grants = await session.attach(request_id, attempt, named, answer_by, allow_pull=allow_pull, until=deadline)
-        return PushPlan(self, session, request_id, attempt, {key.hash: grant for key, grant in zip(named, grants, strict=True)})
+        plan = PushPlan(self, session, request_id, attempt, {key.hash: grant for key, grant in zip(named, grants, strict=True)})
+        self._counters["push_refused"] += plan.num_refused
+        return plan
 
     async def put(self, session: StoreSession, request_id: str, blocks: Sequence[PoolBlock], deadline: float) -> PushReport:
         """Write blocks back for whoever may want them; only private ones are held for the request. Raises what the session raises."""
@@ -314,6 +316,11 @@ class PushPlan:
 
     def wanted(self, block_hash: BlockHash) -> bool:
         return block_hash in self._open
+
+    @property
+    def num_refused(self) -> int:
+        """Blocks that the store has no credit for now."""
+        return self.movers[Mover.NO_CREDIT]
 
     async def push(self, blocks: Sequence[PoolBlock], deadline: float) -> PushReport:
         """Write and commit those of `blocks` that are wanted. Never raises a HeadraceError: what failed is in the report."""

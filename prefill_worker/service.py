@@ -17,14 +17,16 @@ from engine.scheduler import LoadItem
 from engine.sequence import Export, SequenceKey, Submission
 from kvstore.hashing import BlockHash, hold_name, private_hash
 from kvstore.loader import PREFIX_WAIT_S, NodeLoader
-from kvstore.mover import PoolBlock, PushPlan
-from kvstore.session import StoreAddress, StoreSessions
+from kvstore.mover import PoolBlock
+from kvstore.session import StoreAddress, StoreSession, StoreSessions
 from protocol import headrace_pb2 as pb
 from protocol.errors import HeadraceError
 from protocol.instants import Instant
 from protocol.request import GenerationRequest
 
 log = logging.getLogger(__name__)
+CREDIT_WAIT_S = 2.0  # for the destination to take blocks that it has no room for now; then the decode side computes them
+CREDIT_PAUSE_S = 0.02
 Emit = Callable[[pb.Row], None]
 
 
@@ -77,7 +79,7 @@ class PrefillJob:
         match event:
             case Admitted() if not self._pushing:  # a preempted sequence is admitted again
                 self._pushing = True
-                self._spawn(self._push(event.sequence.hashes[: self._given // self._service.block_tokens]))
+                self._spawn(self._push(self._given // self._service.block_tokens + (self._private is not None)))
             case Admitted():
                 pass
             case Load():
@@ -115,29 +117,22 @@ class PrefillJob:
         finally:
             self._service.engine.loaded(self.key, good)
 
-    async def _push(self, hashes: list[BlockHash]) -> None:
+    async def _push(self, num_blocks: int) -> None:
         """Push blocks as they come until no more will; then tell the router what moved."""
-        expected = len(hashes) + (self._private is not None)
         committed: set[BlockHash] = set()
-        plan: PushPlan | None = None
+        session: StoreSession | None = None
         try:
             session = await self._service.sessions.get(self._destination, self._request.deadline)
-            keys = [pb.BlockKey(hash=block_hash, length=self._service.mover.block_bytes) for block_hash in hashes]
-            if self._private is not None:
-                keys.append(pb.BlockKey(hash=self._private, length=self._service.mover.block_bytes, private=True))
-            plan = await self._service.mover.attach(session, self._hold, self.key[1], keys, self._request.deadline)
         except HeadraceError as error:
             log.warning("cannot push to %s: %s", self._destination.name, error.code)
         except Exception:  # the blocks still to come must be unpinned whatever it was
             log.exception("cannot push to %s", self._destination.name)
         while (items := await self._next_exports()) is not None:
-            await self._push_blocks(plan, items, committed)
-        if plan is not None:
-            await plan.close()
+            await self._push_blocks(session, items, committed)
         if self._abandoned:
             await self._forget()
         else:
-            self._report(complete=len(committed) == expected)
+            self._report(complete=len(committed) == num_blocks)
 
     async def _forget(self) -> None:
         try:
@@ -156,22 +151,39 @@ class PrefillJob:
             items = items + more
         return items
 
-    async def _push_blocks(self, plan: PushPlan | None, items: list[LoadItem], committed: set[BlockHash]) -> None:
+    async def _push_blocks(self, session: StoreSession | None, items: list[LoadItem], committed: set[BlockHash]) -> None:
+        """Ask for grants for blocks that are ready, so that the destination's credit is held for the time of a write alone; without credit, ask again."""
+        left = {item.hash: item for item in items if item.hash not in committed}
+        until, pause_s = min(self._request.deadline, time.time() + CREDIT_WAIT_S), CREDIT_PAUSE_S
         try:
-            if plan is None or (self._over and self._abandoned):
-                return
-            fresh = {item.hash: PoolBlock(item.hash, item.block, item.num_tokens) for item in items if item.hash not in committed}
-            report = await plan.push(list(fresh.values()), self._request.deadline)
-            committed.update(report.present)
-            self._pushed.pushed_blocks += report.num_blocks
-            self._pushed.pushed_bytes += report.bytes
-            self._pushed.pushed_s += report.seconds
+            while session is not None and left and not self._abandoned:
+                asks_again = await self._push_once(session, left, committed)
+                left = {name: item for name, item in left.items() if name not in committed}
+                if not asks_again or time.time() >= until:
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 10 * CREDIT_PAUSE_S)
         except HeadraceError as error:
             log.warning("push to %s failed: %s", self._destination.name, error.code)
         except Exception:  # a fault of ours costs a recomputation; the blocks still to come must be unpinned too
             log.exception("push to %s failed", self._destination.name)
         finally:
             self._service.engine.unpin([item.block for item in items])
+
+    async def _push_once(self, session: StoreSession, wanted: dict[BlockHash, LoadItem], committed: set[BlockHash]) -> bool:
+        """Attach, write, commit; True when some blocks got no credit."""
+        keys = [pb.BlockKey(hash=item.hash, length=self._service.mover.block_bytes, private=item.private) for item in wanted.values()]
+        plan = await self._service.mover.attach(session, self._hold, self.key[1], keys, self._request.deadline)
+        try:
+            blocks = [PoolBlock(item.hash, item.block, item.num_tokens, item.private) for item in wanted.values()]
+            report = await plan.push(blocks, self._request.deadline)
+        finally:
+            await plan.close()
+        committed.update(report.present)
+        self._pushed.pushed_blocks += report.num_blocks
+        self._pushed.pushed_bytes += report.bytes
+        self._pushed.pushed_s += report.seconds
+        return plan.num_refused > 0
 
     def _report(self, complete: bool) -> None:
         now = [pb.Instant(name=Instant.KV_PUSHED, at=time.time())] if complete else []
