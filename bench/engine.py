@@ -22,12 +22,13 @@ import torch
 from headrace_native import Array
 from torch import Tensor
 
+from engine.adaptation import Adaptation
 from engine.arena import Arena
 from engine.attention import Step, load_attention
 from engine.batch import Batch
 from engine.checkpoint import resolve
 from engine.linear import Linear, load_format
-from engine.model import LlamaModel, Rows
+from engine.model import Flow, LlamaModel, Rows
 from engine.model_config import ModelConfig
 from engine.weights import Weights, load_weights
 
@@ -144,7 +145,7 @@ class Subject:
         batch, pool = self.batch(sequences, context, queries)
         c, threads, rows = self.config, self.threads, sequences * queries
         residual = torch.randn(rows, c.hidden_size)
-        flow = Rows.of(residual, residual * 0.1, c, self.dtype)
+        flow = Rows(Flow.of(residual, residual * 0.1, c, self.dtype), c, Adaptation((), threads))
         qkv = torch.randn(rows, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim).to(self.dtype)
         step = Step(batch, pool, self.model.rotary, qkv, torch.zeros(rows, c.num_heads, c.head_dim, dtype=self.dtype), c.head_dim**-0.5)
         attend, attended, packed_qkv = self.attention.begin(step), Array(step.out.flatten(1)), Array(qkv)
