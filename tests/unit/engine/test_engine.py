@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.events import Chunk, Event, Exported, Failed, Load
 from engine.model_config import ModelConfig
-from engine.runner import open_runner
+from engine.runner import RUNNERS, open_runner
 from engine.sequence import Export, SequenceKey, Submission
 from engine.tokenizer import Tokenizer
 from kvstore.hashing import private_hash
@@ -95,7 +95,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [shared[: rng.randrange(70)] + [rng.randrange(250) for _ in range(rng.randrange(1, 90))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("runner", ["fake", "torch"])
+@pytest.mark.parametrize("runner", sorted(RUNNERS))
 def test_alone_batched_chunked_and_preempted_give_the_same_tokens(model_path: Path, runner: str) -> None:
     asked = prompts(12)
     with bench(model_path, runner=runner, prefix_cache=False) as it:
@@ -125,7 +125,7 @@ def test_prefix_reuse_computes_only_the_rest(model_path: Path) -> None:
         assert it.engine.status.counters["scheduled_tokens"] - before == (100 - 96) + 19
 
 
-@pytest.mark.parametrize("runner", ["fake", "torch"])
+@pytest.mark.parametrize("runner", sorted(RUNNERS))
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 100])
 def test_a_handoff_goes_on_with_the_same_tokens_and_computes_no_prompt(model_path: Path, runner: str, length: int) -> None:
     """Prefill in one engine, its exported blocks carried to another: the whole hand-off but the network."""
@@ -206,7 +206,7 @@ def test_stop_string_and_eos_end_the_answer(model_path: Path) -> None:
         assert reason == "stop" and cut == text[: text.index(stop)]
 
 
-@pytest.mark.parametrize("runner", ["fake", "torch"])
+@pytest.mark.parametrize("runner", sorted(RUNNERS))
 def test_preemption_in_a_pool_of_40_blocks_changes_no_token(model_path: Path, runner: str) -> None:
     """Twelve answers of unknown length, 120 tokens each: up to 75 blocks."""
     asked = [request(str(index), prompt, max_tokens=120) for index, prompt in enumerate(prompts(12, seed=5))]
@@ -221,7 +221,7 @@ def test_preemption_in_a_pool_of_40_blocks_changes_no_token(model_path: Path, ru
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("runner", ["fake", "torch"])
+@pytest.mark.parametrize("runner", sorted(RUNNERS))
 def test_a_preempted_sequence_finds_what_it_wrote_back(model_path: Path, runner: str) -> None:
     """An urgent request takes the pool; afterwards the preempted one loads the blocks of its prompt and of its answer from a store outside."""
     victim = GenerationRequest(
@@ -260,7 +260,7 @@ def test_a_preempted_sequence_finds_what_it_wrote_back(model_path: Path, runner:
         assert tally.computed_tokens <= len(victim.prompt_tokens) + 160 + 31, "only the last partial block is computed again"
 
 
-@pytest.mark.parametrize("runner", ["fake", "torch"])
+@pytest.mark.parametrize("runner", sorted(RUNNERS))
 def test_several_decode_steps_of_a_round_give_the_same_tokens(model_path: Path, runner: str) -> None:
     asked = [request(str(index), prompt, max_tokens=10 + 7 * index) for index, prompt in enumerate(prompts(6))]
     outcomes, rounds = [], []
